@@ -36,7 +36,9 @@ _MODELS = 1024
 
 
 class _StreamRequest(PendingStream):
-    __slots__ = ("call", "final", "plan", "replied", "request_id", "targets", "version", "whole")
+    """One request of a stream."""
+
+    __slots__ = ("call", "final", "in_order", "plan", "replied", "request_id", "targets", "version")
 
     def __init__(self, call: StreamCall) -> None:
         super().__init__(WINDOW)
@@ -49,8 +51,8 @@ class _StreamRequest(PendingStream):
         """The final response was sent, and had outputs."""
         self.replied = False
         """The answer was a Reply: the model is not decoupled."""
-        self.whole = True
-        """The model is not known to be decoupled."""
+        self.in_order = True
+        """Its responses wait for those of earlier requests: the model is not known to be decoupled."""
 
     def settle(self, answer: Any) -> None:
         self.replied = True
@@ -61,6 +63,8 @@ class _StreamRequest(PendingStream):
 
 
 class StreamCall:
+    """One ModelStreamInfer."""
+
     def __init__(self, services: Services, stream: TransportStream, payer: Payer) -> None:
         self._services = services
         self._payer = payer
@@ -68,9 +72,10 @@ class StreamCall:
         self._live: dict[_StreamRequest, None] = {}
         self._in_order: deque[_StreamRequest] = deque()
         """Requests of models that are not known to be decoupled, in order."""
-        self._no_more = False
+        self._half_closed = False
+        """The client sends no more requests."""
         self._paused = False
-        self._ends = stream.metadata.get(STREAM_ERROR) == "true"
+        self._ends_with_error = stream.metadata.get(STREAM_ERROR) == "true"
         self._over = False
         self._room: memoryview | None = None
         """Memory into which the next message is read."""
@@ -127,7 +132,7 @@ class StreamCall:
         services, sender = self._services, self._services.sender
         ticket.plan = plan
         if plan.model in services.decoupled:
-            ticket.whole = False
+            ticket.in_order = False
         else:
             self._in_order.append(ticket)
         ticket.targets = sender.output_regions(plan.plan)
@@ -144,7 +149,7 @@ class StreamCall:
         return room
 
     def half_closed(self) -> None:
-        self._no_more = True
+        self._half_closed = True
         if not self._live:
             self._finish(0)
 
@@ -172,9 +177,9 @@ class StreamCall:
     def on_part(self, ticket: _StreamRequest) -> None:
         if self._over:
             return
-        if ticket.whole and not ticket.replied and ticket.error is None:
+        if ticket.in_order and not ticket.replied and ticket.error is None:
             self._is_decoupled(ticket)
-        if ticket.whole:
+        if ticket.in_order:
             self._send_in_order()
         else:
             self._send(ticket)
@@ -183,7 +188,7 @@ class StreamCall:
     def resume(self) -> None:
         if self._over:
             return
-        for ticket in [ticket for ticket in self._live if not ticket.whole]:
+        for ticket in [ticket for ticket in self._live if not ticket.in_order]:
             if not self._over:
                 self._send(ticket)
         self._send_in_order()
@@ -199,7 +204,7 @@ class StreamCall:
         waiting, self._in_order = self._in_order, deque()
         for one in waiting:
             if one.plan is not None and one.plan.model == model:
-                one.whole = False
+                one.in_order = False
                 self._send(one)
             else:
                 self._in_order.append(one)
@@ -209,7 +214,7 @@ class StreamCall:
         waiting = self._in_order
         while waiting and waiting[0].ended and self._stream.writable and not self._over:
             ticket = waiting.popleft()
-            ticket.whole = False  # later requests need not wait for the remaining responses
+            ticket.in_order = False  # later requests need not wait for the remaining responses
             self._send(ticket)
 
     def _send_returns(self) -> None:
@@ -252,7 +257,7 @@ class StreamCall:
         error, plan, stream = ticket.error, ticket.plan, self._stream
         if error is not None:
             text = text_of(error, ticket.request_id)
-            if self._ends:
+            if self._ends_with_error:
                 self._finish(code_of(error), text)
                 self.cancelled()
                 return
@@ -267,7 +272,7 @@ class StreamCall:
             self._paused = False
             stream.unpause()
         if not self._live and not self._over:
-            if self._no_more:
+            if self._half_closed:
                 self._finish(0)
             elif self._services.stopping:
                 self.stop()

@@ -149,10 +149,10 @@ def encoded_field(number: int, data: bytes) -> bytes:
     return b"%c%b%b" % (number << 3 | 2, _varint(len(data)), data)
 
 
-def parameters_of(given: dict[str, Value]) -> bytes:
+def parameters_of(parameters: dict[str, Value]) -> bytes:
     """The encoded field `parameters` of a response."""
     response = _RESPONSE()
-    for name, value in given.items():
+    for name, value in parameters.items():
         parameter = response.parameters[name]
         if type(value) is bool:
             parameter.bool_param = value
@@ -234,6 +234,7 @@ def streamed(answer: list[Buffer]) -> list[Buffer]:
 
 
 def stream_error(text: str, request_id: str) -> bytes:
+    """A ModelStreamInferResponse with an error."""
     encoded: bytes = _STREAMED(
         error_message=encodable(text), infer_response={"id": request_id} if request_id else None
     ).SerializeToString()

@@ -32,8 +32,6 @@ _Schema = dict[str, Any]
 _ERRORS = ("Error", "OpenAiError")
 """Schemas of errors: of the KServe protocol, and of the OpenAI-compatible endpoints."""
 _AND_OPENAI = ", and OpenAI-compatible endpoints"
-
-
 BODIES = (
     ChatRequest,
     CompletionRequest,
@@ -48,6 +46,7 @@ BODIES = (
     TokenizeRequest,
     TranscriptionRequest,
 )
+"""The types of the bodies of the OpenAI-compatible endpoints."""
 _CONTENT = {
     **dict.fromkeys(STREAMED, (JSON, EVENTS)),
     Action.INFER: (JSON, BYTES),
@@ -86,7 +85,7 @@ def _bodies() -> _Schema:
         if "messages" in fields:
             fields["messages"]["items"] = _MESSAGE
     speech = schemas[TranscriptionRequest.__name__]
-    speech["properties"]["file"] = {"type": "string", "contentMediaType": "application/octet-stream"}
+    speech["properties"]["file"] = {"type": "string", "contentMediaType": BYTES}
     speech["required"].append("file")
     return schemas
 

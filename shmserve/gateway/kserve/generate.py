@@ -68,7 +68,7 @@ class GenerateForm:
                 document[name] = field
         for name, files in self._form.files.items():
             if name not in inputs:
-                raise InvalidRequest(f"the file '{name[:80]}' is not an input of the model. {_form(inputs)}")
+                raise InvalidRequest(f"the file '{name[:80]}' is not an input of the model. {_expected(inputs)}")
             document[name] = yield from _as_strings(name, inputs[name], files, hold)
         yield from _decode_files(document, inputs, schemas.inputs, hold)
         return _plan_of(document, inputs, config, schemas)
@@ -212,20 +212,20 @@ def advice(plan: RequestPlan, config: Mapping[str, Any]) -> str:
     if len(names) > _SHOWN:
         names[_SHOWN:] = [f"{len(names) - _SHOWN} other keys"]
     if not names:
-        return _form(inputs)
+        return _expected(inputs)
     are = "is not an input" if len(names) == 1 else "are not inputs"
-    return f"{', '.join(names)} {are} of the model. {_form(inputs)}"
+    return f"{', '.join(names)} {are} of the model. {_expected(inputs)}"
 
 
-def _form(inputs: Mapping[str, Any]) -> str:
+def _expected(inputs: Mapping[str, Any]) -> str:
     """The object that the endpoint expects, with the data type in place of each value."""
-    keys = [f'"{name[:80]}": {_value_form(config)}' for name, config in list(inputs.items())[:_SHOWN]]
+    keys = [f'"{name[:80]}": {_expected_value(config)}' for name, config in list(inputs.items())[:_SHOWN]]
     if len(inputs) > _SHOWN:
         keys.append("...")
     return f"Expected {{{', '.join(keys)}}}; other keys are parameters"
 
 
-def _value_form(config: Mapping[str, Any]) -> str:
+def _expected_value(config: Mapping[str, Any]) -> str:
     dtype, several = tensor_type(config), not has_one_element(config["dims"])
     return f"{f'[{dtype}, ...]' if several else dtype}{' (optional)' if config.get('optional') else ''}"
 
@@ -234,7 +234,7 @@ def _scalar(name: str, value: Any, inputs: Mapping[str, Any]) -> Value:
     if type(value) not in (str, int, float, bool):
         raise InvalidRequest(
             f"parameter '{name[:80]}' has invalid type. It is not an input of the model, so it must be a string, a "
-            f"number or a boolean. {_form(inputs)}"
+            f"number or a boolean. {_expected(inputs)}"
         )
     scalar: Value = value
     return scalar
@@ -298,8 +298,8 @@ def generated(model: str, plan: RequestPlan, config: Mapping[str, Any], answer: 
 
 def _json_values(config: Mapping[str, Any], schema: Schema, tensor: Tensor, parts: list[Buffer]) -> Any:
     """A list, unless the model always returns one element."""
-    elements: list[bytes] = decode_bytes(joined(parts), tensor.shape).ravel().tolist()
-    values = [from_element(schema, element) for element in elements]
+    items: list[bytes] = decode_bytes(joined(parts), tensor.shape).ravel().tolist()
+    values = [from_element(schema, item) for item in items]
     return values[0] if len(values) == 1 and _always_one(config, tensor.name) else values
 
 
@@ -328,13 +328,13 @@ def generated_in_slices(
         name, count = tensor.name, elements(tensor.shape)
         if name in schemas:
             data = yield from joined_in_slices(parts)
-            found = yield from elements_in_slices(schemas[name], data, hold)
+            values = yield from elements_in_slices(schemas[name], data, hold)
             is_value = count == 1 and _always_one(config, name)
         else:
-            found = yield from to_json_in_slices(name, tensor.dtype, tensor.shape, parts, hold)
+            values = yield from to_json_in_slices(name, tensor.dtype, tensor.shape, parts, hold)
             is_value = count == 1
-        pieces[name] = found if is_value else [b"[", *found, b"]"]
-        document[name] = PLACE  # it may replace a key from above, in its place
+        pieces[name] = values if is_value else [b"[", *values, b"]"]
+        document[name] = PLACE  # an output may have the name of a key that is there, and keeps its place
     return spliced(_encode(document), [pieces[name] for name, value in document.items() if value is PLACE])
 
 

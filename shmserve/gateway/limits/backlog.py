@@ -15,7 +15,7 @@ import itertools
 import logging
 from typing import Protocol
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("shmserve.gateway")
 
 CONNECTION_WORK = 128
 """Maximum units of work for one connection per iteration of the event loop. A unit is the work for one HTTP/2 frame
@@ -72,6 +72,8 @@ class WorkBudget:
 
 
 class InputBacklog:
+    """The work budget of an iteration, and the connections that are delayed."""
+
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.remaining = TURN_WORK

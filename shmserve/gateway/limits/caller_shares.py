@@ -22,13 +22,12 @@ from shmserve.gateway.limits.proxies import TrustedProxies, parsed_address
 from shmserve.gateway.metrics import family
 from shmserve.protocol.messages import NAME_LENGTH
 
+PAYERS = 256
+"""Callers that a connection of a proxy remembers before idle ones are forgotten."""
+
 
 class ShareExceeded(Unavailable):
     """A party has too much in flight. The server may still have capacity for others."""
-
-
-PAYERS = 256
-"""Callers that a connection of a proxy remembers before idle ones are forgotten."""
 
 
 class ShareBounds(Struct, frozen=True):

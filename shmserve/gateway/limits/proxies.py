@@ -10,7 +10,6 @@ import ipaddress
 from collections.abc import Callable, Iterable
 
 HEADERS = ("x-forwarded-for", "forwarded")
-
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -26,6 +25,8 @@ def named_in(header: Callable[[str], str | None]) -> str:
 
 
 class TrustedProxies:
+    """The proxies in these networks."""
+
     def __init__(self, networks: Iterable[Network] = ()) -> None:
         self._networks = tuple(networks)
 
@@ -74,7 +75,7 @@ def is_local(host: str) -> bool:
 
 
 def parsed_address(text: str) -> Address | None:
-    """An IPv4 address for an IPv6 one that maps it; None if it is no address."""
+    """The address; an IPv4 one if an IPv6 address maps it, None if the text is not an address."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:

@@ -42,7 +42,7 @@ CHECK_S = 0.001
 
 
 class CallerConnection(Protocol):
-    """A connection."""
+    """A connection, as its listener sees it."""
 
     def check_timeouts(self, waited: int) -> None:
         """Called on every turn of the slow clock. `waited`: number of turns without enough progress after which a
@@ -109,12 +109,14 @@ class Callers:
         self.idle_turns = math.ceil(limits.idle_timeout_s / turn_s)
         self.stopping = False
         self.answers: Counter[int] = Counter()
+        """Number of responses by status."""
+        self.evicted = 0
+        """Number of connections closed to make room for others."""
         self.budget = budget
         self._limits = limits
         self._turn_s = turn_s
         self._read_turns = math.ceil(limits.read_timeout_s / turn_s)
         self._connections: set[CallerConnection] = set()
-        self.evicted = 0
         self._connect = partial(connect, self)
         self._server: asyncio.Server | None = None
         self._handshakes: Handshakes | None = None

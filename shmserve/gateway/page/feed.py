@@ -22,11 +22,13 @@ from shmserve.gateway.page.recorder import SERVER, Key, Recorder
 from shmserve.gateway.page.timeline import Timeline
 from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.link import GatewayLink
+from shmserve.gateway.upstream.requests import NO_TIME
 from shmserve.llm.figures import FIGURES, Counts, figures_of
 from shmserve.protocol.rates import MEMORY_STEP, percentiles, rates
 from shmserve.session import Ticket
 from shmserve.session.uploads import of_json
 
+log = logging.getLogger("shmserve.gateway")
 _encode = msgspec.json.Encoder().encode
 PERIOD_S = 1.0
 BROKER_SHARE = 0.02
@@ -39,13 +41,11 @@ VIEWERS = 64
 CALLER_VIEWERS = 16
 """Maximum number of streams of one caller. Callers without a token on this machine count as one, without this limit."""
 STALLED = 10
-log = logging.getLogger("shmserve.gateway")
-_NO_TIME = 0.0
+"""Number of events after which a viewer that reads none of them is disconnected."""
 SLICE = 50
 """Number of versions compared in one slice of work."""
 KEPT_GONE = 1000
 """Number of removed versions remembered. A viewer that has missed earlier removals gets everything."""
-
 RATES = {
     "requests": "requests_per_s",
     "failed": "failed_per_s",
@@ -57,8 +57,6 @@ RATES = {
 }
 """Names of the page -> names of `rates`."""
 Document = dict[str, Any]
-
-
 _FIGURES = _encode([{"key": one.key, "name": one.name, "unit": one.unit, "help": one.help} for one in FIGURES])
 
 
@@ -230,7 +228,7 @@ class PageFeed:
         """Why there is no document, if the broker has been queried."""
         self._asked_at = -PERIOD_S
         self._cost_s = 0.0
-        """Time that the broker and the gateway have spent on the last document."""
+        """Time that the broker has spent on the last document."""
         self._running = False
         self._asking = False
         self._timer: Any = None
@@ -296,7 +294,7 @@ class PageFeed:
         self._asked_at = self._loop.time()
         try:
             body = of_json({"since": self._time_ns}) if self._time_ns else None
-            self._link.session.ask(_ActivityQuery(self), "activity", _NO_TIME, body=body)
+            self._link.session.ask(_ActivityQuery(self), "activity", NO_TIME, body=body)
         except ServeError as error:
             self.failed(error)
             return

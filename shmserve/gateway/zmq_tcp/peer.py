@@ -236,7 +236,7 @@ class Peer:
     def _refuse(self, number: int, error: ServeError) -> None:
         self.queue(Fail(number, error.code, error.message))
         if not isinstance(error, Unavailable):
-            self._fine()
+            self._count_mistake()
 
     def _refused(self, message: codec.Refused) -> None:
         number = 0 if message.request in self.tickets else message.request
@@ -245,8 +245,7 @@ class Peer:
     def _no_batch(self, message: InferBatch) -> None:
         self._refuse(0, InvalidRequest("InferBatch is not supported over tcp: send each request as Infer"))
 
-    def _fine(self) -> None:
-        """Counts an error of the client."""
+    def _count_mistake(self) -> None:
         now = monotonic()
         self._mistakes = max(0.0, self._mistakes - (now - self._mistaken_at) * MISTAKES_S) + 1
         self._mistaken_at = now
@@ -540,7 +539,8 @@ class Peer:
 
 
 def _packed(message: Any) -> list[bytes]:
-    """Handles an answer that no longer fits into a packet because the client's own request number is larger."""
+    """The packet of an answer, or of an error if the answer does not fit into a packet any more, because the client's
+    own request number is larger."""
     try:
         return codec.pack([message])
     except Internal as error:

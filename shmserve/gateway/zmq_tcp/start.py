@@ -1,6 +1,5 @@
 """Checks the options of the ZeroMQ endpoint before anything listens, and starts its listener. zmq is imported only if
-the endpoint is enabled.
-"""
+the endpoint is enabled."""
 
 from __future__ import annotations
 
