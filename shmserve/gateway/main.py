@@ -35,8 +35,17 @@ from shmserve.system.process import PDEATHSIG, prctl
 from shmserve.system.service_manager import ServiceManager, of_this_process
 from shmserve.terminal.errors import Failed, Misuse
 
+if TYPE_CHECKING:
+    from shmserve.gateway.http2.listener import RpcListener
+    from shmserve.gateway.zmq_tcp.listener import ZmqTcpListener
+
+log = logging.getLogger("shmserve.gateway")
+STOPPED = "the server stopped before this request completed (--exit-timeout-secs)"
+
 
 class Service:
+    """Reports the state of this process to the service manager, if it runs under one."""
+
     def __init__(self, loop: asyncio.AbstractEventLoop, manager: ServiceManager) -> None:
         self._loop = loop
         self._manager = manager
@@ -66,14 +75,6 @@ class Service:
         self._manager.notify("WATCHDOG=1")
 
 
-if TYPE_CHECKING:
-    from shmserve.gateway.http2.listener import RpcListener
-    from shmserve.gateway.zmq_tcp.listener import ZmqTcpListener
-
-log = logging.getLogger("shmserve.gateway")
-STOPPED = "the server stopped before this request completed (--exit-timeout-secs)"
-
-
 def run(args: argparse.Namespace) -> int:
     if args.new_token is not None:
         return _new_token(*args.new_token)
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 def _new_token(name: str, roles: str) -> int:
     try:
         token, line = tokens.new(name, roles)
-    except tokens.BadTokens as error:
+    except ValueError as error:
         raise Misuse(f"--new-token: {error}") from error
     print(f"token of {name}, not shown again: {token}", file=sys.stderr)
     print(line)

@@ -50,9 +50,7 @@ class Tokens:
         if len(words) != 3:
             raise ValueError("expected NAME ROLE,ROLE SHA256, separated by spaces")
         name, roles, digest = words
-        if not _NAME.fullmatch(name):
-            raise ValueError("a name may have up to 64 letters, digits and _ . @ -")
-        check_caller_roles(roles)
+        _check(name, roles)
         if not _DIGEST.fullmatch(digest):
             raise ValueError("expected the SHA-256 of the token, 64 digits of 0-9 and a-f, not the token itself")
         key = bytes.fromhex(digest)
@@ -81,12 +79,18 @@ class Tokens:
         return holder
 
 
+def _check(name: str, roles: str) -> None:
+    """Raises ValueError."""
+    if not _NAME.fullmatch(name):
+        raise ValueError("a name may have up to 64 letters, digits and _ . @ -")
+    check_caller_roles(roles)
+
+
 def new(name: str, roles: str) -> tuple[str, str]:
-    """A new token, and its line for the file."""
+    """A new token, and its line for the file. Raises ValueError."""
+    _check(name, roles)
     token = secrets.token_urlsafe(32)
-    line = f"{name} {roles} {hashlib.sha256(token.encode()).hexdigest()}"
-    Tokens(line)
-    return token, line
+    return token, f"{name} {roles} {hashlib.sha256(token.encode()).hexdigest()}"
 
 
 def load(path: str) -> Tokens:
