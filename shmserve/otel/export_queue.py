@@ -7,7 +7,6 @@ that are dropped and counted.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -100,8 +99,3 @@ class ExportQueue:
             self._failing_since = status.failed + status.dropped
             self._report("warning", f"the collector does not accept spans: {failure}; counting lost spans")
         status.failed += count
-
-
-def now_offset() -> int:
-    """Offset in ns from the monotonic clock to the time since 1970."""
-    return time.time_ns() - time.monotonic_ns()

@@ -9,13 +9,14 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 import msgspec
 
-from shmserve.otel.export_queue import ExportQueue, now_offset
+from shmserve.otel.export_queue import ExportQueue
 from shmserve.otel.records import SpanRecord
 from shmserve.otel.settings import OtelSettings
 from shmserve.otel.spans import SpanMaker
@@ -59,7 +60,8 @@ def main(arguments: Sequence[str]) -> int:
 
     def export(records: Sequence[SpanRecord]) -> str:
         errors.text = ""
-        result = otlp_exporter.export(maker.spans(records, now_offset()))
+        offset = time.time_ns() - time.monotonic_ns()
+        result = otlp_exporter.export(maker.spans(records, offset))
         return "" if result.name == "SUCCESS" else errors.text or "unknown reason"
 
     def report(level: str, text: str) -> None:

@@ -40,7 +40,7 @@ class SpanMaker:
         self._scope = InstrumentationScope(SERVICE, version)
 
     def spans(self, records: Sequence[SpanRecord], offset: int) -> list[ReadableSpan]:
-        """The spans of these records. `offset`: see `now_offset`."""
+        """The spans of these records. `offset`: from the monotonic clock to the time since 1970, in ns."""
         if self._names == "triton":
             return [span for record in records for span in self._triton_spans(record, offset)]
         batches: dict[tuple[str, int, int], list[SpanRecord]] = defaultdict(list)
