@@ -10,6 +10,9 @@ let others = []
 
 export let changes = 0 // of tokens
 
+/** Whether an error means that a request needs a token, or one with more roles. */
+export const isRefused = ({status}) => status === 401 || status === 403
+
 export const hasToken = () => Boolean(tokens.get(""))
 
 /** A response, or an Error with its `status`. Asks for a missing token of this server. */

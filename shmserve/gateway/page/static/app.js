@@ -1,6 +1,6 @@
 /** The page: connects the stream, the views, the notices and the keys. */
 
-import {askToken, call, history, initAccess, offerServers} from "./access.js"
+import {askToken, call, history, initAccess, isRefused, offerServers} from "./access.js"
 import {find, h, set, show, write} from "./dom.js"
 import {Fleet} from "./fleet.js"
 import {duration} from "./format.js"
@@ -48,9 +48,10 @@ function connected() {
 	lost = false
 }
 
-function disconnected({message, status}) {
-	const refused = status === 401 || status === 403
-	fleet.own.lost({message, status})
+function disconnected(error) {
+	const refused = isRefused(error)
+	const {message} = error
+	fleet.own.lost(error)
 	document.body.dataset.connection = "down"
 	write(find("connection"), refused ? "refused" : "reconnecting")
 	write(find("banner"), refused ? message : `Not connected: ${message}. Trying again.`)

@@ -25,13 +25,13 @@ function path(values, top, slots, closed) {
 	return text + end()
 }
 
-/** The least of 1, 2, 5, 10, 20 and so on that is not below the value. */
+/** The smallest of 1, 2, 5, 10, 20 and so on that is not below the value. */
 function ceiling(value) {
 	const power = 10 ** Math.floor(Math.log10(value || 1))
 	return [1, 2, 5, 10].map(step => step * power).find(edge => edge >= value * 0.999999)
 }
 
-const highest = values => values.reduce((most, value) => (value > most ? value : most), 0)
+const highest = values => values.reduce((top, value) => (value > top ? value : top), 0)
 
 /** Curves without axes, one for each class, all with the same scale. */
 export function sparkline(...kinds) {

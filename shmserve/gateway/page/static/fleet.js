@@ -1,6 +1,6 @@
 /** The servers that the page shows together. Each has an event stream of its own, so that a slow one delays no other. */
 
-import {call} from "./access.js"
+import {call, isRefused} from "./access.js"
 import {History, add, quantile} from "./rates.js"
 import {Store, stateOf} from "./store.js"
 import {follow} from "./stream.js"
@@ -11,8 +11,8 @@ const TOTALS = ["requests", "failed", "queue", "running"]
 /** `origin`: "" for the one that the page comes from. `state`: as reported, or why nothing is. `fresh`: it has reported
  * since the last sample. */
 class Server {
-	constructor(origin, store, news) {
-		Object.assign(this, {origin, store, news, connect: null, live: false, fresh: false, state: "connecting", reason: ""})
+	constructor(origin, store, notify) {
+		Object.assign(this, {origin, store, notify, connect: null, live: false, fresh: false, state: "connecting", reason: ""})
 		this.name = new URL(origin || location.origin).host
 		this.version = ""
 	}
@@ -39,14 +39,13 @@ class Server {
 		this.#become(true, stateOf(this.store.server), "")
 	}
 
-	lost({message, status}) {
-		const refused = status === 401 || status === 403
+	lost(error) {
 		this.fresh = false
-		this.#become(false, refused ? "refused" : "unreachable", status === 401 ? "it needs a token: use the button Token" : message)
+		this.#become(false, isRefused(error) ? "refused" : "unreachable", error.status === 401 ? "it needs a token: use the button Token" : error.message)
 	}
 
 	#become(live, state, reason) {
-		if (state !== this.state && this.state !== "connecting") this.news(`${this.name}: ${state}`, state !== "ready")
+		if (state !== this.state && this.state !== "connecting") this.notify(`${this.name}: ${state}`, state !== "ready")
 		Object.assign(this, {live, state, reason})
 	}
 
@@ -61,8 +60,8 @@ class Server {
 }
 
 export class Fleet {
-	constructor(store, news) {
-		this.news = news
+	constructor(store, notify) {
+		this.notify = notify
 		this.own = new Server("", store, () => {})
 		this.servers = [this.own]
 		this.history = new History([...TOTALS, "p50", "p99"])
@@ -87,7 +86,7 @@ export class Fleet {
 	begin(origins) {
 		const others = origins.filter(origin => origin !== location.origin)
 		if (!others.length || this.servers.length > 1) return false
-		for (const origin of others) this.servers.push(new Server(origin, new Store(() => {}), this.news))
+		for (const origin of others) this.servers.push(new Server(origin, new Store(() => {}), this.notify))
 		for (const server of this.servers.slice(1)) server.follow()
 		setInterval(() => this.#sample(), SAMPLE_MS)
 		this.#sample()

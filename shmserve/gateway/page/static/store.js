@@ -9,7 +9,7 @@ const LANGUAGE = ["generated_tokens_per_s", "prompt_tokens_per_s", "first_token_
 const SERIES = ["requests", "failed", "p50", "p99", "queue", "running", "wait"]
 const IDLE = {requests: 0, failed: 0, p50: null, p99: null, batch: null, busy: 0, wait: null}
 
-/** A version of a model. `row`: as received. `rates`: of the last interval, or null. `failed`: when the news had a failure. */
+/** A version of a model. `row`: as received. `rates`: of the last interval, or null. `failed`: when failures were last reported. */
 class Entry {
 	constructor(row) {
 		this.name = row.name
@@ -54,8 +54,8 @@ const keyOf = (name, version = "") => `${name}\n${version}`
 export const stateOf = ({ready, out_of_service: drained}) => (drained ? "out of service" : ready ? "ready" : "not ready")
 
 export class Store {
-	constructor(news) {
-		this.news = news
+	constructor(notify) {
+		this.notify = notify
 		this.models = new Map()
 		this.server = {}
 		this.gpus = []
@@ -111,7 +111,7 @@ export class Store {
 		for (const [name, version] of gone) this.models.delete(keyOf(name, version))
 		this.#record(Math.floor(time), seconds, total, rates)
 		this.events = [...(event === "state" ? [] : this.events), ...events].slice(-EVENTS)
-		if (event !== "state") for (const {text, bad, model: name, version} of events) this.news(name ? `${name} ${version}: ${text}` : text, name && {name, version}, bad)
+		if (event !== "state") for (const {text, bad, model: name, version} of events) this.notify(name ? `${name} ${version}: ${text}` : text, name && {name, version}, bad)
 		for (const listener of this.listeners) listener()
 	}
 
@@ -124,7 +124,7 @@ export class Store {
 			entry.rates = !row.version ? null : measured.has(key) ? measured.get(key) : IDLE
 			entry.history.push(second, seconds, {...row.figures, ...entry.rates, queue: row.queued ?? 0, running: row.in_flight ?? 0})
 			if (!entry.rates?.failed) continue
-			if (this.now - entry.failed > QUIET_S) this.news(`${entry.name} ${entry.version}: requests fail`, entry, true)
+			if (this.now - entry.failed > QUIET_S) this.notify(`${entry.name} ${entry.version}: requests fail`, entry, true)
 			entry.failed = this.now
 		}
 		this.history.push(second, seconds, total)

@@ -1,5 +1,7 @@
 /** The event stream. It is read with fetch, as EventSource can neither send a token nor tell why it was refused. */
 
+import {isRefused} from "./access.js"
+
 const RETRY_MS = 500
 const MAX_MS = 8000
 const SILENT_MS = 15_000
@@ -14,31 +16,31 @@ export function follow(open, event, lost) {
 
 	function leave() {
 		clearTimeout(timer)
-		const left = current
+		const previous = current
 		current = null
-		left?.abort()
+		previous?.abort()
 	}
 
 	async function connect() {
 		leave()
-		const mine = (current = new AbortController())
+		const controller = (current = new AbortController())
 		const silence = () => {
 			clearTimeout(timer)
-			timer = setTimeout(() => mine.abort(new Error("the server has sent nothing for 15 seconds")), SILENT_MS)
+			timer = setTimeout(() => controller.abort(new Error("the server has sent nothing for 15 seconds")), SILENT_MS)
 		}
 		try {
 			silence()
-			const answer = await open(mine.signal)
+			const answer = await open(controller.signal)
 			await read(answer, (name, text) => {
 				pause = RETRY_MS
 				event(name, JSON.parse(text))
 			}, silence)
 			throw new Error("the server has closed the stream")
 		} catch (error) {
-			if (mine !== current) return
+			if (controller !== current) return
 			clearTimeout(timer)
 			lost(error)
-			if (error.status !== 401 && error.status !== 403) timer = setTimeout(connect, pause)
+			if (!isRefused(error)) timer = setTimeout(connect, pause)
 			pause = Math.min(2 * pause, MAX_MS)
 		}
 	}

@@ -58,19 +58,19 @@ export function chat(model, chats, sees) {
 
 	function body() {
 		const sampling = Object.fromEntries(numbers.filter(([, {value}]) => value).map(([name, {valueAsNumber}]) => [name, valueAsNumber]))
-		const given = {model, ...sampling, ...parsed(more, "Other fields")}
-		if (!chats) return given
+		const fields = {model, ...sampling, ...parsed(more, "Other fields")}
+		if (!chats) return fields
 		const first = system.value.trim() ? [{role: "system", content: system.value}] : []
-		return {...given, tools: parsed(tools, "Tools"), messages: [...first, ...messages]}
+		return {...fields, tools: parsed(tools, "Tools"), messages: [...first, ...messages]}
 	}
 
 	function writeCode() {
 		try {
-			const given = body()
+			const fields = body()
 			const text = message.value || "Hello"
-			if (chats) given.messages = [...given.messages, {role: "user", content: text}]
-			else given.prompt = text
-			Object.entries(chatCode(given, chats)).forEach(([, text], at) => write(codes[at].lastChild, text))
+			if (chats) fields.messages = [...fields.messages, {role: "user", content: text}]
+			else fields.prompt = text
+			Object.entries(chatCode(fields, chats)).forEach(([, text], at) => write(codes[at].lastChild, text))
 		} catch { /* the form shows what is not JSON when it is sent */ }
 	}
 
@@ -110,7 +110,7 @@ export function chat(model, chats, sees) {
 		if (!text && !waiting.length) return
 		running = new AbortController()
 		try {
-			const given = body() // what is not JSON is an error before anything is said
+			const fields = body() // what is not JSON is an error before anything is said
 			message.value = ""
 			if (waiting.length) {
 				messages.push({role: "tool", tool_call_id: waiting.shift().id, content: text})
@@ -123,7 +123,7 @@ export function chat(model, chats, sees) {
 			}
 			if (!waiting.length) {
 				write(send, "Stop")
-				await answer(chats ? body() : {...given, prompt: text})
+				await answer(chats ? body() : {...fields, prompt: text})
 			}
 		} catch (error) {
 			write(status, "")
@@ -135,7 +135,7 @@ export function chat(model, chats, sees) {
 		message.focus()
 	}
 
-	async function answer(given) {
+	async function answer(fields) {
 		const said = line("assistant")
 		const thought = h("p.hint.said")
 		const whole = {role: "assistant", content: ""}
@@ -149,7 +149,7 @@ export function chat(model, chats, sees) {
 		}
 		write(status, "…")
 		const url = chats ? "/v1/chat/completions" : "/v1/completions"
-		const sent = JSON.stringify({...given, stream: true, stream_options: {include_usage: true}})
+		const sent = JSON.stringify({...fields, stream: true, stream_options: {include_usage: true}})
 		try {
 			await read(await call("POST", url, sent, {}, running.signal), (_, data) => {
 				if (data === "[DONE]") return

@@ -3,12 +3,12 @@
 import {hasToken} from "../access.js"
 import {modelPath} from "../route.js"
 import {SCALES} from "./image.js"
+import {shell} from "./openai.js"
 import {isFloat, nested, textOf} from "./tensors.js"
 
 const MAX_JSON = 4096
 const KNOWN = /^(sequence_(id|start|end)|priority)$/
 
-const shell = text => `'${text.replaceAll("'", "'\\''")}'`
 const json = value => (value instanceof Uint8Array || typeof value === "string" ? JSON.stringify(textOf(value)) : `${value}`)
 const list = (...parts) => parts.flat().filter(Boolean).join(", ")
 const lines = (...parts) => parts.flat(2).filter(part => part !== false).join("\n")

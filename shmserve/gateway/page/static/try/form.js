@@ -18,11 +18,11 @@ function field({name, datatype, shape}, {format, optional} = {}, changed) {
 	const id = `in-${name}`
 	const isText = datatype === "BYTES"
 	const layout = isText || isLong(datatype) ? null : imageLayout(shape, format)
-	const least = product(shape.map(Math.abs))
+	const count = product(shape.map(Math.abs))
 	const hint = isText ? "one text per line, or a list in JSON" : "separated by commas, a list in JSON, or: random"
 	const text = h("textarea", {id, rows: isText ? 3 : 1, "data-input": name, spellcheck: "false", "aria-describedby": `${id}-hint`},
-		isText || optional ? "" : least > 16 ? "random" : Array(least).fill(0).join(", "))
-	const file = h("input.unseen", {type: "file", id: `${id}-file`, multiple: isText && least !== 1, onchange: () => take([...file.files])})
+		isText || optional ? "" : count > 16 ? "random" : Array(count).fill(0).join(", "))
+	const file = h("input.unseen", {type: "file", id: `${id}-file`, multiple: isText && count !== 1, onchange: () => take([...file.files])})
 	const chosen = h("span.hint")
 	const remove = button("Remove", () => take([]), {label: `Remove the file for ${name}`})
 	const canvas = h("canvas", {role: "img", label: `The picture for ${name}`})
@@ -59,8 +59,8 @@ function field({name, datatype, shape}, {format, optional} = {}, changed) {
 		if (optional && !files.length && !text.value.trim()) return null
 		set(text, "aria-invalid", "true")
 		try {
-			const found = await (files.length ? fromFiles() : parse(text.value, datatype, shape))
-			const tensor = {...found, name, datatype, bytes: encode(found.values, datatype)}
+			const parsed = await (files.length ? fromFiles() : parse(text.value, datatype, shape))
+			const tensor = {...parsed, name, datatype, bytes: encode(parsed.values, datatype)}
 			set(text, "aria-invalid", null)
 			return tensor
 		} catch (error) {
@@ -72,7 +72,7 @@ function field({name, datatype, shape}, {format, optional} = {}, changed) {
 		event.preventDefault()
 		take([...event.dataTransfer.files])
 	}}, h("label", {for: id}, h("b", name), h("span.soft", ` ${datatype} [${shape.join(", ")}]${optional ? ", optional" : ""}`)), text,
-	h("p.hint", {id: `${id}-hint`}, least > 1 && hint),
+	h("p.hint", {id: `${id}-hint`}, count > 1 && hint),
 	h("p", file, h("label.button", {for: file.id}, layout ? "Choose a picture" : "Choose a file"), " ", chosen, " ", remove), options)
 	take([])
 	return {node, read: readField}
@@ -133,8 +133,8 @@ export function tryForm({name: model, metadata, config, labels = []}, version, p
 			return read(sent, (_, text) => list.append(h("li", h("pre", text))))
 		}
 		const {body, length} = request(wanted, true)
-		const found = await outputsOf(await call("POST", path(wanted, "infer"), body, {"Inference-Header-Content-Length": length}, signal))
-		return answer.replaceChildren(...found.map(output => result(output, wanted.outputs.find(({name}) => name === output.name)?.classes > 0)))
+		const results = await outputsOf(await call("POST", path(wanted, "infer"), body, {"Inference-Header-Content-Length": length}, signal))
+		return answer.replaceChildren(...results.map(output => result(output, wanted.outputs.find(({name}) => name === output.name)?.classes > 0)))
 	}
 
 	async function submit(event) {

@@ -44,8 +44,8 @@ export function drawTensor(values, datatype, {planes, channels, height, width}, 
 	Object.assign(canvas, {width, height})
 	const area = width * height
 	const pixels = values.slice(0, area * channels).map(Number)
-	const low = pixels.reduce((least, value) => Math.min(least, value), 0)
-	const high = pixels.reduce((most, value) => Math.max(most, value), datatype === "UINT8" ? 255 : 1)
+	const low = pixels.reduce((lowest, value) => Math.min(lowest, value), 0)
+	const high = pixels.reduce((highest, value) => Math.max(highest, value), datatype === "UINT8" ? 255 : 1)
 	const picture = new ImageData(width, height)
 	picture.data.forEach((_, index) => {
 		const at = index >> 2

@@ -2,7 +2,7 @@
 
 import {hasToken} from "../access.js"
 
-const shell = text => `'${text.replaceAll("'", "'\\''")}'`
+export const shell = text => `'${text.replaceAll("'", "'\\''")}'`
 const FIELDS = new Set(["model", "messages", "prompt", "temperature", "top_p", "max_tokens", "tools", "input", "dimensions", "seed", "stop", "n"])
 
 /** A value of JSON as Python. */
@@ -18,12 +18,12 @@ export const curl = (method, path, body) => [`curl${method === "GET" || body ? "
 	hasToken() && "-H 'Authorization: Bearer TOKEN'", body && `-d ${shell(body)}`].filter(Boolean).join(" \\\n  ")
 
 function call(path, method, body, shown) {
-	const given = Object.fromEntries(Object.entries(body).filter(([, value]) => value !== undefined))
-	const extra = Object.fromEntries(Object.entries(given).filter(([name]) => !FIELDS.has(name)))
-	const named = Object.entries(given).filter(([name]) => FIELDS.has(name)).map(([name, value]) => `    ${name}=${python(value)},`)
+	const fields = Object.fromEntries(Object.entries(body).filter(([, value]) => value !== undefined))
+	const extra = Object.fromEntries(Object.entries(fields).filter(([name]) => !FIELDS.has(name)))
+	const named = Object.entries(fields).filter(([name]) => FIELDS.has(name)).map(([name, value]) => `    ${name}=${python(value)},`)
 	if (Object.keys(extra).length) named.push(`    extra_body=${python(extra)},`)
 	return {
-		curl: curl("POST", path, JSON.stringify(given)),
+		curl: curl("POST", path, JSON.stringify(fields)),
 		python: ["from openai import OpenAI", "", `client = OpenAI(base_url="${location.origin}/v1", api_key="${hasToken() ? "TOKEN" : "none"}")`,
 			`answer = client.${method}(`, ...named, ")", `print(${shown})`].join("\n"),
 	}

@@ -1,6 +1,6 @@
 /** Tensors: text to values, values to bytes, and the binary form of requests. */
 
-const MOST = 1 << 26
+const MAX_VALUES = 1 << 26
 
 export const isFloat = dtype => /^B?F/.test(dtype)
 export const isLong = dtype => /INT64/.test(dtype)
@@ -20,11 +20,11 @@ export function fullShape(dims, count, nesting = []) {
 export function parse(text, dtype, dims) {
 	const isText = dtype === "BYTES"
 	const trimmed = text.trim()
-	const least = dims.map(Math.abs)
-	if (!isText && trimmed === "random") return {values: random(dtype, product(least)), shape: least, random: true}
+	const smallest = dims.map(Math.abs)
+	if (!isText && trimmed === "random") return {values: random(dtype, product(smallest)), shape: smallest, random: true}
 	let list
 	if (/^\[[^]*\]$/.test(trimmed)) list = JSON.parse(isText ? trimmed : trimmed.replace(/[-+.\w]+/g, '"$&"')) // keeps all digits
-	else if (isText) list = product(least) > 1 ? text.split("\n") : [text]
+	else if (isText) list = product(smallest) > 1 ? text.split("\n") : [text]
 	else list = trimmed.split(/[\s,]+/).filter(Boolean)
 	const nesting = []
 	for (let part = list; Array.isArray(part); part = part[0]) nesting.push(part.length)
@@ -46,7 +46,7 @@ function number(word, dtype) {
 }
 
 function random(dtype, length) {
-	if (length > MOST) throw new Error(`${length} values are too many for this page`)
+	if (length > MAX_VALUES) throw new Error(`${length} values are too many for this page`)
 	const scale = isFloat(dtype) ? 1 : dtype === "BOOL" ? 2 : 100
 	const cast = isFloat(dtype) ? Number : isLong(dtype) ? value => BigInt(Math.floor(value)) : dtype === "BOOL" ? value => value >= 1 : Math.floor
 	return Array.from({length}, () => cast(Math.random() * scale))
@@ -54,9 +54,9 @@ function random(dtype, length) {
 
 function arrayType(dtype) {
 	const name = {BOOL: "Uint8", BF16: "Uint16"}[dtype] ?? dtype.replace("UINT", "Uint").replace("INT", "Int").replace("FP", "Float")
-	const found = globalThis[`${isLong(dtype) ? "Big" : ""}${name}Array`]
-	if (!found) throw new Error(`this browser has no ${dtype} numbers`)
-	return found
+	const type = globalThis[`${isLong(dtype) ? "Big" : ""}${name}Array`]
+	if (!type) throw new Error(`this browser has no ${dtype} numbers`)
+	return type
 }
 
 export function encode(values, dtype) {
@@ -70,10 +70,10 @@ export function encode(values, dtype) {
 
 function decode(bytes, dtype) {
 	if (dtype === "BYTES") {
-		const found = []
+		const items = []
 		const view = new DataView(bytes.buffer)
-		for (let at = 0; at < bytes.length; at += 4 + found.at(-1).length) found.push(bytes.subarray(at + 4, at + 4 + view.getUint32(at, true)))
-		return found
+		for (let at = 0; at < bytes.length; at += 4 + items.at(-1).length) items.push(bytes.subarray(at + 4, at + 4 + view.getUint32(at, true)))
+		return items
 	}
 	const values = Array.from(new (arrayType(dtype))(bytes.buffer))
 	if (dtype === "BF16") return values.map(half => new Float32Array(Uint32Array.of(half << 16).buffer)[0])

@@ -20,10 +20,10 @@ async function textWay({name: model, metadata, config}) {
 }
 
 /** `several`: the model has several versions. */
-export async function ways(found, version, ports, several) {
-	const text = await textWay(found)
-	if (!text) return () => [tryForm(found, version, ports)]
-	const all = [text, {title: "Tensors", make: () => tryForm(found, version, ports)}]
+export async function ways(details, version, ports, several) {
+	const text = await textWay(details)
+	if (!text) return () => [tryForm(details, version, ports)]
+	const all = [text, {title: "Tensors", make: () => tryForm(details, version, ports)}]
 	return () => {
 		const body = h("div")
 		const chips = all.map(one => h("button.chip", {onclick: () => choose(one)}, one.title))

@@ -15,7 +15,7 @@ const READABLE = 0.85
 const mean = (step, ...parts) => (step?.count ? parts.reduce((sum, part) => sum + (step[part] ?? 0), 0) / step.count / 1e9 : 0)
 const waits = step => mean(step, "queue_ns")
 const runs = step => mean(step, "input_ns", "infer_ns", "output_ns")
-const cut = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text)
+const cut = (text, limit) => (text.length > limit ? `${text.slice(0, limit - 1)}…` : text)
 const text = (x, y, value, kind) => s(`text.${kind}`, {x, y}, value)
 
 /** Places the request, the steps and the response. `ready`: mean seconds from the request to the box's outputs, along the

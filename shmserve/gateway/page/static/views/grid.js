@@ -30,8 +30,8 @@ export class Grid {
 	/** Shows these items. While the pointer or the focus is on a row, rows keep their order unless `resort`. */
 	update(items, emptyText, resort) {
 		const held = !resort && (this.body.matches(":hover") || this.body.contains(document.activeElement))
-		const left = new Set(items)
-		this.items = held ? [...this.items.filter(item => left.delete(item)), ...left] : this.#ordered(items)
+		const added = new Set(items)
+		this.items = held ? [...this.items.filter(item => added.delete(item)), ...added] : this.#ordered(items)
 		write(this.empty, emptyText)
 		show(this.empty, !items.length)
 		set(this.table, "aria-rowcount", items.length + 1)
@@ -54,10 +54,10 @@ export class Grid {
 	draw() {
 		const {items, rows} = this
 		const height = rows[0]?.node.offsetHeight || 36
-		const most = Math.ceil(window.innerHeight / height) + 2 * BEYOND
+		const capacity = Math.ceil(window.innerHeight / height) + 2 * BEYOND
 		const hidden = Math.floor(-this.table.getBoundingClientRect().top / height) - BEYOND
-		const first = Math.max(0, Math.min(items.length - most, hidden))
-		const shown = Math.min(items.length, most)
+		const first = Math.max(0, Math.min(items.length - capacity, hidden))
+		const shown = Math.min(items.length, capacity)
 		const focused = this.body.contains(document.activeElement)
 		while (rows.length < shown) rows.push(this.#row())
 		while (rows.length > shown) rows.pop().node.remove()

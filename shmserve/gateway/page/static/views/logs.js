@@ -1,6 +1,6 @@
 /** The log of a model, for operators: the latest records, and new ones as they come. */
 
-import {askToken, call, changes} from "../access.js"
+import {askToken, call, changes, isRefused} from "../access.js"
 import {h, write} from "../dom.js"
 import {clock} from "../format.js"
 
@@ -37,9 +37,8 @@ export function logPart(model) {
 		} catch (error) {
 			if (signal.aborted) return
 			write(status, `The log cannot be read: ${error.message}`)
-			const refused = error.status === 401 || error.status === 403
 			if (error.status === 403) askToken(error.message)
-			setTimeout(next, FOLLOW_MS, signal, refused ? token : NaN)
+			setTimeout(next, FOLLOW_MS, signal, isRefused(error) ? token : NaN)
 		}
 	}
 

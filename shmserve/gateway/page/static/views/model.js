@@ -7,7 +7,7 @@ import {NOTHING, bytes, clock, count, duration, plural, rate, share} from "../fo
 import {between} from "../rates.js"
 import {modelPath, route} from "../route.js"
 import {graph} from "./ensemble.js"
-import {stateCell} from "./overview.js"
+import {loadCharts, stateCell} from "./overview.js"
 
 const REFETCH_MS = 1000
 const JOURNEYS_MS = 5000
@@ -21,7 +21,7 @@ const REASONS = {
 	single: "the model takes one at a time",
 }
 const PARTS = {queue: "Queue", input: "Gather", infer: "Compute", output: "Scatter"}
-const UNITS = {count, rate, share, duration, counts: found => Object.entries(found ?? {}).map(([reason, one]) => `${reason} ${count(one)}`).join(", ") || NOTHING}
+const UNITS = {count, rate, share, duration, counts: values => Object.entries(values ?? {}).map(([reason, one]) => `${reason} ${count(one)}`).join(", ") || NOTHING}
 const TABS = {"": "Live", try: "Try it", config: "Configuration", logs: "Log"}
 
 export function modelView(store, {model, version}) {
@@ -72,35 +72,35 @@ export function modelView(store, {model, version}) {
 		fetched = now
 		call("GET", modelPath("/page/model", model, number))
 			.then(answer => answer.json()).catch(({message}) => ({error: message}))
-			.then(found => now === fetched && take(found))
+			.then(report => now === fetched && take(report))
 	}
 
 	const missing = ({error = "The model is being loaded."}) => h("p.empty", error)
 
-	function take(found) {
+	function take(report) {
 		const now = performance.now()
-		found.graph?.steps.forEach((step, at) => {
+		report.graph?.steps.forEach((step, at) => {
 			const more = step.count - detail?.graph?.steps[at]?.count
 			step.rate = more >= 0 ? more * 1000 / (now - taken) : null
 		})
 		taken = now
-		detail = found
-		refill(parts.config, [found.text, found.error, found.warnings], () => (found.text ? [...found.warnings.map(text => h("p.problem.mild", text)),
-			codePanel("Configuration as loaded", found.text, "config")] : missing(found)))
+		detail = report
+		refill(parts.config, [report.text, report.error, report.warnings], () => (report.text ? [...report.warnings.map(text => h("p.problem.mild", text)),
+			codePanel("Configuration as loaded", report.text, "config")] : missing(report)))
 		fillForm()
 	}
 
 	/** The code of the form is loaded when it is first shown. */
 	async function fillForm() {
 		if (part !== "try" || !detail) return
-		const found = detail
-		const source = JSON.stringify([found.metadata, found.config, found.error])
+		const report = detail
+		const source = JSON.stringify([report.metadata, report.config, report.error])
 		if (source === tried) return
 		const {ways} = await import("../try/ways.js").catch(() => ({}))
-		const make = found.metadata && await ways?.(found, version, store.server.ports, store.versions(model).length > 1)
-		if (found !== detail) return
+		const make = report.metadata && await ways?.(report, version, store.server.ports, store.versions(model).length > 1)
+		if (report !== detail) return
 		tried = ways && source
-		const failed = ways ? found : {error: "The form could not be loaded; reload the page."}
+		const failed = ways ? report : {error: "The form could not be loaded; reload the page."}
 		parts.try.replaceChildren(...make ? make() : [missing(failed)])
 	}
 
@@ -164,9 +164,7 @@ function livePart(store) {
 	let seeded = null
 	const opened = new Set() // requests whose timeline is open
 	let timelines = null // their code, once there is one to show
-	const time = curves([chart("Requests per second", rate, ["all", "accent", "requests"], ["failed", "bad", "failed"]),
-		chart("Latency", duration, ["p99", "accent", "p99"], ["p50", "plain", "p50"]),
-		chart("Queue", count, ["requests", "accent", "queue"])], () => recorded(seeded.name, seeded.version))
+	const time = curves([...loadCharts(), chart("Queue", count, ["requests", "accent", "queue"])], () => recorded(seeded.name, seeded.version))
 	const tokens = [chart("Tokens per second", rate, ["generated", "accent", "generated_tokens_per_s"], ["prompts", "plain", "prompt_tokens_per_s"]),
 		chart("First token", duration, ["p95", "accent", "first_token_p95"], ["p50", "plain", "first_token_p50"]),
 		chart("Between tokens", duration, ["p95", "accent", "between_tokens_p95"], ["p50", "plain", "between_tokens_p50"])]
@@ -194,7 +192,7 @@ function livePart(store) {
 		if (entry !== seeded && entry.version) {
 			seeded = entry
 			recorded(entry.name, entry.version).then(({second, fine}) => history.seed(second, fine),
-				({message}) => store.news(`No history: ${message}`, entry, true))
+				({message}) => store.notify(`No history: ${message}`, entry, true))
 		}
 		time.update(history)
 		for (const node of [figures, ...tokens.map(one => one.node)]) show(node, row.figures)

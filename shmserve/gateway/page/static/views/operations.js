@@ -97,10 +97,10 @@ function operation(method, path, described, schemas) {
 
 /** The endpoints in groups, as elements. */
 export async function operations() {
-	const found = await call("GET", DOCUMENT).then(answer => answer.json())
-	const schemas = reader(found)
+	const api = await call("GET", DOCUMENT).then(answer => answer.json())
+	const schemas = reader(api)
 	const groups = new Map()
-	for (const [path, methods] of Object.entries(found.paths)) {
+	for (const [path, methods] of Object.entries(api.paths)) {
 		for (const [method, described] of Object.entries(methods)) {
 			const [tag] = described.tags
 			groups.set(tag, [...groups.get(tag) ?? [], operation(method.toUpperCase(), path, described, schemas)])

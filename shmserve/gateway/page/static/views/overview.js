@@ -50,13 +50,17 @@ export function number(id, title, text, value) {
 	const cell = () => {
 		const node = h("span")
 		return {node, update(entry) {
-			const found = get(entry)
-			write(node, text(found, entry))
-			set(node, "data-alarm", /^fail/.test(id) && found > 0)
+			const current = get(entry)
+			write(node, text(current, entry))
+			set(node, "data-alarm", /^fail/.test(id) && current > 0)
 		}}
 	}
 	return {id, title, kind: "number", value: get, cell}
 }
+
+/** The charts that all views have. */
+export const loadCharts = () => [chart("Requests per second", rate, ["all", "accent", "requests"], ["failed", "bad", "failed"]),
+	chart("Latency", duration, ["p99", "accent", "p99"], ["p50", "plain", "p50"])]
 
 const COLUMNS = [
 	{id: "name", title: "Model", value: ({name}) => name, cell: nameCell},
@@ -76,14 +80,12 @@ const COLUMNS = [
 ]
 
 export function overview(store) {
-	const time = curves([chart("Requests per second", rate, ["all", "accent", "requests"], ["failed", "bad", "failed"]),
-		chart("Latency", duration, ["p99", "accent", "p99"], ["p50", "plain", "p50"]),
-		chart("Requests in the server", count, ["queued", "accent", "queue"], ["running", "plain", "running"])], history)
+	const time = curves([...loadCharts(), chart("Requests in the server", count, ["queued", "accent", "queue"], ["running", "plain", "running"])], history)
 	const totals = h("dl.facts")
 	const events = h("ol.events", {tabindex: 0, label: "Events"})
 	const happened = h("section.panel", h("h2", "Events"), events)
 	const grid = new Grid("model", COLUMNS, kept.sorted, ({name, version}) => route(name, version))
-	const found = h("span.hint", {role: "status"})
+	const matching = h("span.hint", {role: "status"})
 	const search = h("input", {type: "search", placeholder: "Filter by name, alias, state or reason", label: "Filter models", autocomplete: "off",
 		value: kept.words, oninput: () => list("words", search.value)})
 	const chips = Object.keys(GROUPS).map(group => h("button.chip", {onclick: () => list("group", group)}, `${group} `, h("b")))
@@ -101,7 +103,7 @@ export function overview(store) {
 			set(chip, "aria-pressed", `${group === kept.group}`)
 			chip.classList.toggle("alarm", group === "Failing" && total > 0)
 		})
-		write(found, `${count(shown.length)} of ${plural(all.length, "model")}`)
+		write(matching, `${count(shown.length)} of ${plural(all.length, "model")}`)
 		grid.update(shown, store.now ? "No model matches." : "Connecting …", name)
 	}
 
@@ -117,7 +119,7 @@ export function overview(store) {
 	update()
 	return {
 		nodes: [h("h1.unseen", {tabindex: -1}, "Overview"), time.node, happened, totals,
-			h("div.tools", search, h("div.chips", {role: "group", label: "Show"}, chips), found), grid.node],
+			h("div.tools", search, h("div.chips", {role: "group", label: "Show"}, chips), matching), grid.node],
 		go() {
 			document.body.dataset.view = "overview"
 			document.title = "shmserve"

@@ -4,7 +4,7 @@ import {chart} from "../charts.js"
 import {facts, h, refill} from "../dom.js"
 import {count, duration, rate, share} from "../format.js"
 import {Grid} from "./grid.js"
-import {nameCell, number, stateCell, trendCell} from "./overview.js"
+import {loadCharts, nameCell, number, stateCell, trendCell} from "./overview.js"
 
 const sorted = {id: "name"}
 const mean = values => (values.length ? values.reduce((sum, one) => sum + one, 0) / values.length : null)
@@ -27,9 +27,7 @@ const COLUMNS = [
 ]
 
 export function serversView(fleet) {
-	const charts = [chart("Requests per second", rate, ["all", "accent", "requests"], ["failed", "bad", "failed"]),
-		chart("Latency", duration, ["p99", "accent", "p99"], ["p50", "plain", "p50"]),
-		chart("Requests in the servers", count, ["queued", "accent", "queue"], ["running", "plain", "running"])]
+	const charts = [...loadCharts(), chart("Requests in the servers", count, ["queued", "accent", "queue"], ["running", "plain", "running"])]
 	const totals = h("dl.facts")
 	const problems = h("div.problems", {role: "status"})
 	const grid = new Grid("server", COLUMNS, sorted, ({origin}) => (origin ? `${origin}/` : "#/"))
