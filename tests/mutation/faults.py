@@ -202,7 +202,7 @@ TABLE = {
     ],
     "shmserve/gateway/limits/turns.py": [
         ("a reader has no share of a turn", "if reader.read_bytes >= self._share or self._remaining <= 0:",
-         "if self._left <= 0:"),
+         "if self._remaining <= 0:"),
     ],
     "shmserve/gateway/openai/bodies.py": [
         ("a list of stop words is one longer", "if len(items) > limit:", "if len(items) > limit + 1:"),
