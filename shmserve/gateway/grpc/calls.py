@@ -4,7 +4,7 @@ status code and a text."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable
@@ -13,15 +13,13 @@ from shmserve.gateway.grpc.rpcs import Rpc
 from shmserve.gateway.grpc.services import STOPPING, Services, code_of, rpc_error
 from shmserve.gateway.grpc.wire import ResponseEncoder, parameters_of, take_apart
 from shmserve.gateway.http2.interface import Awaits, TransportStream
-from shmserve.gateway.kserve.answers import Buffer, Held, check_room
+from shmserve.gateway.kserve.answers import Buffer, Held, Targets, write_output
 from shmserve.gateway.kserve.status import grpc_text_of
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.turns import SLICE_BYTES, Job
-from shmserve.gateway.upstream.device_regions import DeviceRegion
 from shmserve.gateway.upstream.documents import BrokerQuery, FixedDocument, YesOrNo, query_of
 from shmserve.gateway.upstream.link import Piece
 from shmserve.gateway.upstream.receive import Room
-from shmserve.gateway.upstream.regions import Region
 from shmserve.gateway.upstream.requests import PendingCall, PendingInference, PendingQuery, ask, serve_error, withdraw
 from shmserve.protocol.actions import Action
 from shmserve.protocol.grpc.codes import Code, RpcError
@@ -30,7 +28,6 @@ from shmserve.protocol.messages import Reply
 
 MAX_QUERY_BYTES = 64 * 1024
 """Maximum size of a message, except for loads. A decoded message takes many times as much memory."""
-Targets = Mapping[str, Region | DeviceRegion]
 
 
 def answer_of(
@@ -49,13 +46,11 @@ def answer_of(
     else:
         reply, buffers = answer, None
     if targets is not None:
-        places = plan.plan.places
         following: list[list[Buffer]] = []
         for index, tensor in enumerate(reply.outputs):
             parts: Any = [tensor.data] if buffers is None else buffers[index]
             if tensor.name in targets:
-                check_room(plan.plan, tensor.name, sum([len(part) for part in parts]))
-                targets[tensor.name].write(places[tensor.name], parts)
+                write_output(plan.plan, targets, tensor.name, parts)
                 parts = []
             following.append(parts)
         buffers = following

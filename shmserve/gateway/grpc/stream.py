@@ -12,12 +12,12 @@ from typing import Any
 
 from shmserve.errors import ServeError, Unavailable
 from shmserve.gateway.auth.header_forwarding import STREAM_ERROR
-from shmserve.gateway.grpc.calls import Targets, answer_of
+from shmserve.gateway.grpc.calls import answer_of
 from shmserve.gateway.grpc.plans import RpcPlan
 from shmserve.gateway.grpc.services import STOPPING, Services, code_of
 from shmserve.gateway.grpc.wire import IS_FINAL, NOT_FINAL, stream_error, streamed, take_apart
 from shmserve.gateway.http2.interface import Awaits, TransportStream
-from shmserve.gateway.kserve.answers import Buffer, Held
+from shmserve.gateway.kserve.answers import Buffer, Held, Targets
 from shmserve.gateway.kserve.status import text_of
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.turns import SLICE_BYTES, Job

@@ -29,7 +29,15 @@ from shmserve.gateway.http.connection import HttpConnection, HttpExchange, HttpL
 from shmserve.gateway.http.heads import HttpHead, HttpHeads
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.routes import API_ROUTES, KSERVE_ROUTES, METRICS_ROUTES, QUERY, NoRoute
-from shmserve.gateway.kserve.answers import Buffer, Held, JsonPieces, large_as_json, pieces_in_slices, response
+from shmserve.gateway.kserve.answers import (
+    Buffer,
+    Held,
+    JsonPieces,
+    Targets,
+    large_as_json,
+    pieces_in_slices,
+    response,
+)
 from shmserve.gateway.kserve.forms import form_of
 from shmserve.gateway.kserve.generate import (
     ONE,
@@ -49,12 +57,11 @@ from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.gateway.openai.requests import OpenAiRequests
 from shmserve.gateway.page.feed import PageFeed
 from shmserve.gateway.page.requests import PageRequests
-from shmserve.gateway.upstream.device_regions import DeviceRegion
 from shmserve.gateway.upstream.documents import BrokerQuery, arguments_of, error_body, http_answer, query_of
 from shmserve.gateway.upstream.exchange import JSON, ask_for, ask_for_config, model_request
 from shmserve.gateway.upstream.link import GatewayLink, Piece, partial_room
 from shmserve.gateway.upstream.receive import Allocate, ReceiveBuffer, Room
-from shmserve.gateway.upstream.regions import Region, Regions
+from shmserve.gateway.upstream.regions import Regions
 from shmserve.gateway.upstream.requests import (
     PendingCall,
     PendingInference,
@@ -84,18 +91,11 @@ _encode = msgspec.json.Encoder().encode
 class _Inference(PendingInference):
     __slots__ = ("_exchange", "_model", "_plan", "_targets")
 
-    def __init__(
-        self, exchange: HttpExchange, model: str, plan: RequestPlan, targets: dict[str, Region | DeviceRegion] | None
-    ) -> None:
+    def __init__(self, exchange: HttpExchange, model: str, plan: RequestPlan, targets: Targets | None) -> None:
         self._exchange = exchange
         self._model = model
         self._plan = plan
         self._targets = targets
-        """Shared memory regions for outputs."""
-
-    def _write(self, output: str, parts: list[Buffer]) -> None:
-        assert self._targets is not None
-        self._targets[output].write(self._plan.places[output], parts)
 
     def take(self, answer: Reply | Held) -> None:
         outputs = large_as_json(self._plan, answer) if type(answer) is Held else []
@@ -106,8 +106,7 @@ class _Inference(PendingInference):
             self._send(answer)
 
     def _send(self, answer: Reply | Held, pieces: JsonPieces | None = None) -> None:
-        write = None if self._targets is None else self._write
-        length, parts = response(self._model, self._plan, answer, write, pieces)
+        length, parts = response(self._model, self._plan, answer, self._targets, pieces)
         self._exchange.answer(200, parts, JSON if length is None else _BINARY, length)
 
     def failed(self, error: ServeError) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
 
 from shmserve.errors import Internal, InvalidRequest
 from shmserve.gateway.kserve import json_tensors
-from shmserve.gateway.kserve.plans import RequestPlan
+from shmserve.gateway.kserve.plans import RegionSlice, RequestPlan
 from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
 from shmserve.protocol.messages import Part, Reply, Tensor
 
@@ -22,6 +22,16 @@ JsonPieces = Mapping[str, list[Buffer]]
 PLACE = msgspec.Raw(b'"%b"' % secrets.token_hex(16).encode())
 """Stands for the pieces of an output while the JSON around them is encoded. It is random, so that no text of a client
 can equal it."""
+
+
+class Target(Protocol):
+    """A shared memory region of the client."""
+
+    def write(self, place: RegionSlice, parts: Sequence[Buffer]) -> None: ...
+
+
+Targets = Mapping[str, Target]
+"""Output -> the region that it is written to, instead of being sent."""
 
 
 class Held(Struct):
@@ -59,11 +69,11 @@ def response(
     model: str,
     plan: RequestPlan,
     answer: Reply | Held,
-    write: Callable[[str, list[Buffer]], None] | None = None,
+    targets: Targets | None = None,
     pieces: JsonPieces | None = None,
 ) -> tuple[int | None, list[Buffer]]:
-    """The length of the JSON if binary data follows it, else None; and the buffers to send. `write` writes an output to
-    its shared memory region. `pieces`: outputs that have already been encoded as JSON."""
+    """The length of the JSON if binary data follows it, else None; and the buffers to send. `pieces`: outputs that have
+    already been encoded as JSON."""
     reply, buffers = _parts(answer)
     outputs: list[_ResponseOutput] = []
     behind: list[Buffer] = []
@@ -71,9 +81,8 @@ def response(
     binary = False
     for index, tensor in enumerate(reply.outputs):
         parts: list[Buffer] = [_inline(tensor.data)] if buffers is None else buffers[index]
-        if write is not None and tensor.name in plan.places:
-            check_room(plan, tensor.name, size_of(parts))
-            write(tensor.name, parts)
+        if targets is not None and tensor.name in targets:
+            write_output(plan, targets, tensor.name, parts)
             # The output has no parameters that name its region: clients take any parameters for those of binary data.
             outputs.append(_ResponseOutput(tensor.name, tensor.dtype, tensor.shape))
         elif plan.is_binary(tensor.name):
@@ -137,13 +146,15 @@ def pieces_in_slices(
     return pieces
 
 
-def check_room(plan: RequestPlan, name: str, size: int) -> None:
-    place = plan.places[name]
+def write_output(plan: RequestPlan, targets: Targets, name: str, parts: list[Buffer]) -> None:
+    """Writes an output to its shared memory region."""
+    place, size = plan.places[name], size_of(parts)
     if size > place.size:
         raise InvalidRequest(
             f"shared memory size specified with the request for output '{name}' ({place.size} bytes) should be at "
             f"least {size} bytes to hold the results"
         )
+    targets[name].write(place, parts)
 
 
 def _inline(data: Any) -> bytes:

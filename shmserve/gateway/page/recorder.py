@@ -35,6 +35,8 @@ _NAN = np.float32(np.nan)
 
 
 class Recorder:
+    """The history of the server and of its versions."""
+
     def __init__(self) -> None:
         self.second = 0
         """The last second with values."""
@@ -45,10 +47,6 @@ class Recorder:
         self._fine = np.zeros((0, len(SERIES), FINE), np.float32)
         self._coarse = np.zeros((0, len(SERIES), COARSE), np.float32)
         self._line(SERVER)
-
-    @property
-    def nbytes(self) -> int:
-        return self._last.nbytes + self._fine.nbytes + self._coarse.nbytes
 
     def record(
         self, second: int, seconds: float, versions: Iterable[Key], changed: Mapping[Key, Mapping[str, Any]]

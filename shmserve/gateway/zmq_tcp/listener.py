@@ -363,7 +363,7 @@ class ZmqTcpListener:
     def metrics(self) -> str:
         about = "ZeroMQ connections over tcp whose handshake failed"
         return (
-            family("zmq_connections", "gauge", "ZeroMQ clients over tcp", {"": len(self._peers)})
+            family("zmq_connections", "gauge", "ZeroMQ clients over tcp", {"": self.peers})
             + family("zmq_messages_total", "counter", "Messages from ZeroMQ clients over tcp", {"": self.messages})
             + family("zmq_refused_total", "counter", about, {"": self.refused})
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -278,15 +279,16 @@ def test_an_output_is_written_to_its_region() -> None:
     written = {}
     reply = Reply(1, 1, (Tensor("p", "UINT8", (4,), b"abcd"), Tensor("q", "UINT8", (1,), b"e")))
     plan = RequestPlan((), 0, RequestOptions(), None, {}, {"p": RegionSlice("r", 3, 6)})
-    length, parts = response("m", plan, reply, lambda name, buffers: written.update({name: b"".join(buffers)}))
+    region: Any = SimpleNamespace(write=lambda place, buffers: written.update({place: b"".join(buffers)}))
+    length, parts = response("m", plan, reply, {"p": region})
     assert length is None
-    assert written == {"p": b"abcd"}
+    assert written == {RegionSlice("r", 3, 6): b"abcd"}
     first, second = json.loads(bytes(parts[0]))["outputs"]
     assert first == {"name": "p", "datatype": "UINT8", "shape": [4]}
     assert second["data"] == [101]
     small = RequestPlan((), 0, RequestOptions(), None, {}, {"p": RegionSlice("r", 0, 3)})
     with pytest.raises(InvalidRequest, match=r"output 'p' \(3 bytes\) should be at least 4 bytes to hold"):
-        response("m", small, reply, lambda name, buffers: None)
+        response("m", small, reply, {"p": region})
 
 
 def config(dtype: str, dims: list[Any], batch: int = 0, count: int = 1) -> dict[str, Any]:
