@@ -7,12 +7,11 @@ Invariant: matching takes time linear in the length of the name, which a client 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
 
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.plans import RESERVED_PREFIX
 from shmserve.gateway.limits.bounded_cache import BoundedCache
-from shmserve.protocol.messages import NAME_LENGTH, PARAMETERS
+from shmserve.protocol.messages import NAME_LENGTH, PARAMETERS, Value
 from shmserve.protocol.trace_context import TRACE_PARENT, TRACE_STATE, parsed
 
 PATTERN_LENGTH = 1024
@@ -24,7 +23,6 @@ _OWN = frozenset(
 """Parameters with a meaning for the server: headers of these names cannot be forwarded."""
 STREAM_ERROR = "triton_grpc_error"
 """gRPC metadata that the server itself reads: never forwarded."""
-Value = Any
 
 
 class Forward:

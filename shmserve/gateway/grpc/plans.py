@@ -14,7 +14,6 @@ from shmserve.gateway.kserve.plans import (
     InputPlan,
     RegionSlice,
     RequestPlan,
-    Value,
     add_outputs,
     check_tensor,
     check_version,
@@ -24,7 +23,7 @@ from shmserve.gateway.kserve.plans import (
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.protocol.grpc.messages import message_class, read
-from shmserve.protocol.messages import DIMS, PARAMETERS, TENSORS
+from shmserve.protocol.messages import DIMS, PARAMETERS, TENSORS, Value
 
 _CACHED_PLANS = 1024
 _CACHED_BYTES = 2048

@@ -60,7 +60,7 @@ from shmserve.gateway.page.requests import PageRequests
 from shmserve.gateway.upstream.documents import BrokerQuery, arguments_of, error_body, http_answer, query_of
 from shmserve.gateway.upstream.exchange import JSON, ask_for, ask_for_config, model_request
 from shmserve.gateway.upstream.link import GatewayLink, Piece, partial_room
-from shmserve.gateway.upstream.receive import Allocate, ReceiveBuffer, Room
+from shmserve.gateway.upstream.receive import ReceiveBuffer
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.gateway.upstream.requests import (
     PendingCall,
@@ -332,13 +332,8 @@ class Requests:
 
     def _sink(self, size: int, trusted: bool) -> ReceiveBuffer:
         """A buffer for a tensor, in shared memory if it is too large to be sent inline."""
-        return ReceiveBuffer(size, self._allocate(size) if size > INLINE_BYTES else None, trusted)
-
-    def _allocate(self, size: int) -> Allocate:
-        def allocate(arrived: Buffer) -> Room | None:
-            return partial_room(self._link.session.memory, size)
-
-        return allocate
+        allocate = (lambda _: partial_room(self._link.session.memory, size)) if size > INLINE_BYTES else None
+        return ReceiveBuffer(size, allocate, trusted)
 
     def _tensors(self, exchange: HttpExchange, text: bytes, first: Buffer) -> None:
         """Called when the JSON is complete: reads each tensor into a buffer of the size that the JSON gives."""
@@ -451,14 +446,11 @@ class Requests:
     # ------------------------------------------------------------------------------------ inference
 
     def _begin_infer(self, exchange: HttpExchange, body: Buffer) -> None:
-        length = exchange.head.json_length
-        if length is None:
-            length = len(body)
-        elif length == 0:
+        head = exchange.head
+        if head.json_length == 0:
             self._infer_raw(exchange, body)
             return
-        else:
-            length = self._json_length(exchange.head, len(body))
+        length = len(body) if head.json_length is None else self._json_length(head, len(body))
         if length > self._limits.json_bytes:
             raise self._limits.json_size_error(length)
         if length <= SLICE_BYTES:
@@ -513,12 +505,12 @@ class Requests:
         return length
 
     def _check_size(self, plan: RequestPlan, size: int, model: str) -> None:
-        if plan.binary_bytes > size:
-            text = f"unexpected size for input data of model '{model}'"
-            raise InvalidRequest(f"{text}: {plan.binary_bytes} bytes should follow the JSON, but {size} do")
-        if plan.binary_bytes < size:
-            text = f"unexpected additional input data for model '{model}'"
-            raise InvalidRequest(f"{text}: {plan.binary_bytes} bytes should follow the JSON, but {size} do")
+        if plan.binary_bytes != size:
+            too_few = plan.binary_bytes > size
+            text = "unexpected size for input data of" if too_few else "unexpected additional input data for"
+            raise InvalidRequest(
+                f"{text} model '{model}': {plan.binary_bytes} bytes should follow the JSON, but {size} do"
+            )
 
     def _infer(self, exchange: HttpExchange, plan: RequestPlan, pieces: list[Piece]) -> None:
         sender, route, request_id = self._sender, exchange.head.route, plan.options.id

@@ -28,9 +28,9 @@ from shmserve.gateway.kserve.json_schemas import (
 )
 from shmserve.gateway.kserve.json_strings import CutStrings
 from shmserve.gateway.kserve.json_tensors import check_count, joined_in_slices, to_bytes, to_json, to_json_in_slices
-from shmserve.gateway.kserve.plans import InputPlan, RequestPlan, Value, options_of, tensor_type
+from shmserve.gateway.kserve.plans import InputPlan, RequestPlan, options_of, tensor_type
 from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
-from shmserve.protocol.messages import Tensor
+from shmserve.protocol.messages import Tensor, Value
 from shmserve.shm.strings import decode_bytes, encode_bytes
 
 ONE = (

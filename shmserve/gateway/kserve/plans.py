@@ -21,13 +21,12 @@ from shmserve.gateway.kserve.json_outline import CutList
 from shmserve.gateway.kserve.json_scan import Text, check_depth, unreadable
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.limits.turns import SlicedWork
-from shmserve.protocol.messages import DIMS, NAME_LENGTH, PARAMETERS, TENSORS
+from shmserve.protocol.messages import DIMS, NAME_LENGTH, PARAMETERS, TENSORS, Value
 from shmserve.session.encode import TopK
 from shmserve.shm.views import Array
 
 CLASSES = 1_000_000
 """Maximum number of classes that a request may ask for."""
-Value = str | int | float | bool
 INT64_MAX = 2**63 - 1
 UINT64_MAX = 2**64 - 1
 _CACHED_PLANS = 1024

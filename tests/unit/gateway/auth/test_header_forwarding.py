@@ -7,7 +7,7 @@ import pytest
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.auth import header_forwarding
 from shmserve.gateway.auth.header_forwarding import HeaderParameters
-from shmserve.protocol.messages import PARAMETERS
+from shmserve.protocol.messages import PARAMETERS, Value
 
 
 def test_matching_headers_are_forwarded() -> None:
@@ -45,7 +45,7 @@ def test_hostile_header_names_match_in_linear_time() -> None:
 
 
 def test_a_header_replaces_the_parameter_of_its_name() -> None:
-    parameters = {"a": 1, "x-user": "of the body"}
+    parameters: dict[str, Value] = {"a": 1, "x-user": "of the body"}
     assert header_forwarding.merged(parameters, None) is parameters
     assert header_forwarding.merged(None, {"b": "c"}) == {"b": "c"}
     assert header_forwarding.merged(parameters, {"X-User": "of the head"}) == {"a": 1, "X-User": "of the head"}
