@@ -23,7 +23,7 @@ from shmserve.gateway.auth.gate import Guard, Guards
 from shmserve.gateway.grpc import start as grpc_start
 from shmserve.gateway.http.connection import HttpListener
 from shmserve.gateway.http.limits import HttpLimits
-from shmserve.gateway.http.requests import make_listener
+from shmserve.gateway.http.requests import make_listener, make_metrics_listener
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import ShareBounds
 from shmserve.gateway.limits.proxies import TrustedProxies, networks_of
@@ -164,12 +164,9 @@ def _openings(
     regions = Regions(args.allow_client_shm, lambda: link.session.memory.foreign, link.send_soon)
     budget = Budget(limits.http_held_bytes, limits.caller_share)
     http_limits = _http_limits(args, limits)
-    guard = guards.http
-    http = make_listener(
-        link, http_limits, guard.access, regions=regions, forward=guard.forward, budget=budget, openai=args.allow_openai
-    )
+    http = make_listener(link, http_limits, guards.http, regions, budget, args.allow_openai)
     if args.allow_http:
-        openings.append(Opening("http", "HTTP", http, guard, args.http_address, args.http_port))
+        openings.append(Opening("http", "HTTP", http, guards.http, args.http_address, args.http_port))
     providers: list[Callable[[], str]] = [
         link.shares.metrics,
         partial(http.metrics, "HTTP", "HTTP responses", "status"),
@@ -182,8 +179,8 @@ def _openings(
         openings.append(Opening("grpc", "gRPC", rpc, guards.rpc, args.grpc_address, args.grpc_port))
     if args.allow_metrics:
         guard = guards.metrics
-        metrics = make_listener(
-            link, http_limits, guard.access, metrics=True, extra=lambda: "".join([text() for text in providers])
+        metrics = make_metrics_listener(
+            link, http_limits, guard.access, lambda: "".join([text() for text in providers])
         )
         address = args.metrics_address or args.http_address
         openings.append(Opening("metrics", "Prometheus", metrics, guard, address, args.metrics_port))

@@ -22,7 +22,8 @@ from shmserve.errors import (
 )
 from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.auth.actions import GENERATE, GENERATE_STREAM, INFER, PAGE, TO_MODELS
-from shmserve.gateway.auth.header_forwarding import Forward, HeaderParameters
+from shmserve.gateway.auth.gate import Guard
+from shmserve.gateway.auth.header_forwarding import HeaderParameters
 from shmserve.gateway.http import model_openapi, openapi
 from shmserve.gateway.http.bodies import content_length_error
 from shmserve.gateway.http.connection import HttpConnection, HttpExchange, HttpListener
@@ -573,28 +574,30 @@ class Requests:
 
 
 def make_listener(
-    link: GatewayLink,
-    limits: HttpLimits,
-    access: EndpointAccess,
-    *,
-    metrics: bool = False,
-    extra: Callable[[], str] = lambda: "",
-    regions: Regions | None = None,
-    forward: Forward | None = None,
-    budget: Budget | None = None,
-    openai: bool = True,
+    link: GatewayLink, limits: HttpLimits, guard: Guard, regions: Regions, budget: Budget, openai: bool
 ) -> HttpListener:
-    """`metrics`: serve only the Prometheus endpoint. `openai`: serve the OpenAI-compatible endpoints. `extra`: text
-    appended to the broker's metrics."""
+    """The listener of the API and of the web page. `openai`: with the OpenAI-compatible endpoints."""
+    access = guard.access
     servers = access.browsers.servers
-    feed = None if metrics else PageFeed(link, servers)
-    page = PageRequests(link, feed, servers) if feed is not None else None
-    openai = openai and not metrics
-    requests = Requests(link, limits, extra, regions or Regions(False), page, openai)
-    routes = METRICS_ROUTES if metrics else API_ROUTES if openai else KSERVE_ROUTES
-    heads = HttpHeads(access, routes, HeaderParameters(forward, lambda: link.session.wants_trace_context))
+    feed = PageFeed(link, servers)
+    requests = Requests(link, limits, lambda: "", regions, PageRequests(link, feed, servers), openai)
+    routes = API_ROUTES if openai else KSERVE_ROUTES
+    heads = HttpHeads(access, routes, HeaderParameters(guard.forward, lambda: link.session.wants_trace_context))
+    return _listener(link, limits, heads, requests, budget, feed)
 
+
+def make_metrics_listener(
+    link: GatewayLink, limits: HttpLimits, access: EndpointAccess, extra: Callable[[], str]
+) -> HttpListener:
+    """The listener of the Prometheus endpoint. `extra`: text appended to the broker's metrics."""
+    requests = Requests(link, limits, extra, Regions(False), None, openai=False)
+    return _listener(link, limits, HttpHeads(access, METRICS_ROUTES), requests, Budget(), None)
+
+
+def _listener(
+    link: GatewayLink, limits: HttpLimits, heads: HttpHeads, requests: Requests, budget: Budget, feed: PageFeed | None
+) -> HttpListener:
     def connect(listener: HttpListener, client: str) -> HttpConnection:
         return HttpConnection(listener, requests, client)
 
-    return HttpListener(link, connect, limits, heads, budget or Budget(), feed)
+    return HttpListener(link, connect, limits, heads, budget, feed)
