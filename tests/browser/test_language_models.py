@@ -102,6 +102,11 @@ def test_an_answer_is_stopped(tab: Tab, site: Site, files: LanguageModels) -> No
         until(client, lambda: files.log.read_text() == "cancelled\n", "the end of the sequence")
     say(tab, "and on")
     answer(tab, "and on")
+    say(tab, "FOREVER again")
+    tab.wait_for(LAST_ANSWER, "again again again")
+    tab.click("#clear")
+    say(tab, "DOCUMENT")
+    assert [one["role"] for one in json.loads(answer(tab, "messages"))["messages"]] == ["user"]
 
 
 def test_tools_are_called_and_their_results_returned(tab: Tab) -> None:

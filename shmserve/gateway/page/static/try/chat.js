@@ -139,6 +139,7 @@ export function chat(model, chats, sees) {
 		const said = line("assistant")
 		const thought = h("p.hint.said")
 		const whole = {role: "assistant", content: ""}
+		const conversation = messages // Clear begins another
 		said.before(thought)
 		let tokens = 0
 		let began = 0
@@ -173,7 +174,7 @@ export function chat(model, chats, sees) {
 			const seconds = (performance.now() - began) / 1000
 			const speed = began && tokens > 1 ? `, ${rate((tokens - 1) / seconds)} tokens/s` : ""
 			write(status, `${running.signal.aborted ? "stopped after " : ""}${tokens} tokens${speed}`)
-			if (whole.content || whole.tool_calls) messages.push(whole)
+			if (whole.content || whole.tool_calls) conversation.push(whole)
 			waiting = running.signal.aborted ? [] : [...whole.tool_calls ?? []]
 		}
 	}
