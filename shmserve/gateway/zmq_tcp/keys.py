@@ -54,7 +54,7 @@ def parse(text: str, shown: str) -> dict[str, KeyEntry]:
     return entries
 
 
-class Allowed:
+class KeyFile:
     """The key file as last read. If it becomes invalid, the error is logged and the previous keys stay in use."""
 
     def __init__(self, path: str) -> None:

@@ -26,7 +26,7 @@ from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.gateway.metrics import family
 from shmserve.gateway.upstream.link import GatewayLink
-from shmserve.gateway.zmq_tcp.keys import FULL, GOOD, UNKNOWN, Allowed, KeyEntry, Zap
+from shmserve.gateway.zmq_tcp.keys import FULL, GOOD, UNKNOWN, KeyEntry, KeyFile, Zap
 from shmserve.gateway.zmq_tcp.peer import Peer, ZmqLimits, decode
 from shmserve.protocol import zmq_frames
 from shmserve.protocol.messages import PACKET_BYTES, Hello
@@ -59,9 +59,9 @@ monotonic = time.monotonic
 
 
 class ZmqTcpListener:
-    """`pair`: the keys of the gateway. `allowed`: the keys of clients."""
+    """`pair`: the keys of the gateway. `key_file`: the keys of clients."""
 
-    def __init__(self, link: GatewayLink, limits: ZmqLimits, pair: Pair, allowed: Allowed) -> None:
+    def __init__(self, link: GatewayLink, limits: ZmqLimits, pair: Pair, key_file: KeyFile) -> None:
         self.link = link
         self.limits = limits
         self.stopping = False
@@ -69,7 +69,7 @@ class ZmqTcpListener:
         self.refused = 0
         """Number of refused handshakes."""
         self._loop = link.bind()
-        self._allowed = allowed
+        self._key_file = key_file
         self._context: zmq.Context[Any] = zmq.Context()
         self._zap = Zap(self._context, self._decide)
         self._socket = self._make(pair)
@@ -133,7 +133,7 @@ class ZmqTcpListener:
 
     @property
     def keys(self) -> int:
-        return len(self._allowed.entries)
+        return len(self._key_file.entries)
 
     @property
     def peers(self) -> int:
@@ -235,7 +235,7 @@ class ZmqTcpListener:
 
     def _enter(self, identity: bytes, connection: int, key: str, address: str) -> Peer | None:
         self._dropped.pop(identity, None)
-        entry = self._allowed.entries.get(key)
+        entry = self._key_file.entries.get(key)
         peer = Peer(self, identity, connection, key, entry or NO_ENTRY, address)
         limits, of_key = self.limits, self._of_keys[key]
         count = len(self._peers)
@@ -255,7 +255,7 @@ class ZmqTcpListener:
         """The answer to a ZAP request."""
         self.read_keys()
         status = GOOD
-        if key not in self._allowed.entries:
+        if key not in self._key_file.entries:
             status = UNKNOWN
         elif self.stopping:
             status = FULL
@@ -332,9 +332,9 @@ class ZmqTcpListener:
 
     def read_keys(self) -> None:
         """Reloads changed keys, and applies them to connected clients."""
-        if self._allowed.reload_if_changed():
+        if self._key_file.reload_if_changed():
             for peer in list(self._peers.values()):
-                peer.key_changed(self._allowed.entries.get(peer.key))
+                peer.key_changed(self._key_file.entries.get(peer.key))
 
     async def close(self) -> None:
         """Stops accepting requests and waits for those in flight. The socket keeps listening until then, because libzmq

@@ -39,18 +39,18 @@ def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqTcpListener] |
     address = _ADDRESS.fullmatch(args.zmq_address)
     if address is None or int(address[2]) > 65535:
         raise Misuse(f"--zmq-address {args.zmq_address} is not tcp://HOST:PORT")
-    from shmserve.gateway.zmq_tcp.keys import Allowed
+    from shmserve.gateway.zmq_tcp.keys import KeyFile
     from shmserve.gateway.zmq_tcp.listener import ZmqTcpListener
     from shmserve.gateway.zmq_tcp.peer import ZmqLimits
     from shmserve.transport.keys import check_curve, read_pair
 
     check_curve()
     try:
-        pair, allowed = read_pair(args.zmq_server_key), Allowed(args.zmq_keys)
+        pair, key_file = read_pair(args.zmq_server_key), KeyFile(args.zmq_keys)
     except InvalidRequest as error:
         raise Misuse(str(error)) from error
     limits = ZmqLimits(input_bytes=args.http_max_input_size)
-    return lambda link: ZmqTcpListener(link, limits, pair, allowed)
+    return lambda link: ZmqTcpListener(link, limits, pair, key_file)
 
 
 def listen(listener: ZmqTcpListener, args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ import zmq
 
 import shmserve
 from shmserve.gateway.upstream.link import GatewayLink
-from shmserve.gateway.zmq_tcp.keys import Allowed
+from shmserve.gateway.zmq_tcp.keys import KeyFile
 from shmserve.gateway.zmq_tcp.listener import ZmqTcpListener
 from shmserve.gateway.zmq_tcp.peer import ZmqLimits
 from shmserve.transport.keys import Pair, make_pair, read_pair, write_pair
@@ -67,7 +67,7 @@ class ListenerThread:
         link = GatewayLink(self._url, None, "gateway", 1 << 28)
         link.bind()
         self.listener = ZmqTcpListener(
-            link, self._limits, read_pair(self.server_key), Allowed(str(self.folder / "keys"))
+            link, self._limits, read_pair(self.server_key), KeyFile(str(self.folder / "keys"))
         )
         self.url = f"tcp://127.0.0.1:{self.listener.open(self._address)}"
         self._ready.set()
