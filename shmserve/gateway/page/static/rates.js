@@ -44,7 +44,7 @@ export function between(before, after) {
 	}
 }
 
-export const SECONDS = 300
+const SECONDS = 300
 
 /** The values of a few series in the last seconds; NaN is a missing one. `second`: that of the last value, on the clock of
  * the server. */

@@ -87,7 +87,7 @@ export class Store {
 	}
 
 	/** Puts what the server has recorded before what the events have reported. */
-	seed({second, fine, trends}) {
+	seed({second, fine, trends = []}) {
 		this.history.seed(second, fine)
 		for (const {name, version, ...recorded} of trends) this.models.get(keyOf(name, version))?.history.seed(second, recorded)
 	}
