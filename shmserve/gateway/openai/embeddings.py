@@ -57,7 +57,7 @@ class Embeddings:
         options = request_options("", self._request)
         copied = 0
         for text in self._texts:
-            spec = self._model.input.text(text)
+            spec = self._model.input.text(text.encode())
             copied += spec.size
             if copied > COPY_BYTES:
                 copied = 0

@@ -40,10 +40,6 @@ _TRUE = b"\1"
 _encode = msgspec.json.Encoder().encode
 
 
-def text_tensor(model: LanguageModel, name: str, text: bytes) -> InputPlan:
-    return model.inputs[name].plan(len(text).to_bytes(4, "little") + text)
-
-
 class Prompts:
     """The prompts of a request. Their tensors are made one by one, when they are sent."""
 
@@ -57,7 +53,7 @@ class Prompts:
             if SUFFIX not in model.inputs:
                 text = f"model '{model.name[:80]}' cannot fill in the middle of a text: it has no input '{SUFFIX}'"
                 raise BadParameter("suffix", text)
-            self._suffix.append(text_tensor(model, SUFFIX, request.suffix.encode()))
+            self._suffix.append(model.inputs[SUFFIX].text(request.suffix.encode()))
             self.bytes += len(request.suffix) * len(self)
         if self.texts:
             return
@@ -75,16 +71,16 @@ class Prompts:
 
     def tensors(self) -> Iterator[list[InputPlan]]:
         for text in self.texts:
-            yield [text_tensor(self._model, PROMPT, text.encode()), *self._suffix]
+            yield [self._model.inputs[PROMPT].text(text.encode()), *self._suffix]
         for ids in self._tokens:
             spec = self._model.inputs[TOKENS]
             data = np.array(ids, _INTEGERS[spec.dtype]).tobytes()
-            yield [text_tensor(self._model, PROMPT, b""), spec.plan(data, len(ids)), *self._suffix]
+            yield [self._model.inputs[PROMPT].text(b""), spec.plan(data, len(ids)), *self._suffix]
 
 
 def chat_tensors(model: LanguageModel, request: ChatRequest) -> list[InputPlan]:
     """The inputs of a model that applies its own chat template."""
-    return [text_tensor(model, PROMPT, b""), text_tensor(model, MESSAGES, _encode(_chat_document(model, request)))]
+    return [model.inputs[PROMPT].text(b""), model.inputs[MESSAGES].text(_encode(_chat_document(model, request)))]
 
 
 def large_chat_tensors(model: LanguageModel, request: ChatRequest, strings: CutStrings) -> SlicedWork[list[InputPlan]]:
@@ -93,7 +89,7 @@ def large_chat_tensors(model: LanguageModel, request: ChatRequest, strings: CutS
     yield from strings.encoded(_chat_document(model, request), data)
     data[:4] = (len(data) - 4).to_bytes(4, "little")
     yield from strings.restore(request)
-    return [text_tensor(model, PROMPT, b""), model.inputs[MESSAGES].plan(data)]
+    return [model.inputs[PROMPT].text(b""), model.inputs[MESSAGES].plan(data)]
 
 
 def _chat_document(model: LanguageModel, request: ChatRequest) -> dict[str, Any]:
@@ -200,7 +196,7 @@ class SamplingInputs:
         if self._spec is None:
             return []
         text = self._text if self._seed is None else _with_seed(self._text, self._seed + number)
-        return [self._spec.plan(len(text).to_bytes(4, "little") + text)]
+        return [self._spec.text(text)]
 
     def options(self, number: int) -> RequestOptions:
         """They include the parameters of a model that has no input for them."""
@@ -226,7 +222,7 @@ def task_tensor(model: LanguageModel, task: str) -> InputPlan:
     """Has the model do something else with its prompt than to continue it."""
     if TASK not in model.inputs:
         raise InvalidRequest(f"model '{model.name[:80]}' cannot {task}: it has no input '{TASK}'")
-    return text_tensor(model, TASK, task.encode())
+    return model.inputs[TASK].text(task.encode())
 
 
 def wanted_flags(model: LanguageModel, stream: bool, usage: bool, logprobs: bool, stop: bool) -> list[str]:

@@ -38,9 +38,9 @@ class InputSpec(Struct, frozen=True):
             remaining = 1 if dim < 0 else remaining
         return InputPlan(self.name, self.dtype, tuple(reversed(shape)), len(data), data)
 
-    def text(self, text: str) -> InputPlan:
-        encoded = text.encode()
-        return self.plan(len(encoded).to_bytes(4, "little") + encoded)
+    def text(self, text: bytes) -> InputPlan:
+        """The tensor of one string."""
+        return self.plan(len(text).to_bytes(4, "little") + text)
 
 
 class LanguageModel(Struct, frozen=True):

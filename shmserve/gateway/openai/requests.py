@@ -293,7 +293,7 @@ class OpenAiRequests:
 
         def rendered(text: str) -> None:
             prompt = continued_prompt(text, request.messages[-1]) if continued else text
-            then([inputs.text_tensor(model, models.PROMPT, prompt.encode())])
+            then([model.inputs[models.PROMPT].text(prompt.encode())])
 
         values = _encode(template_values(request.messages, tools, arguments, model.parameters))
         self._templates.render(exchange, template, values, rendered)

@@ -102,9 +102,9 @@ class Scores:
         first: list[InputPlan] = []
         for one, other in zip(*self._pairs, strict=True):
             if one is not text or not first:
-                text, first = one, (yield from placed([self._model.inputs[0].text(one)]))
+                text, first = one, (yield from placed([self._model.inputs[0].text(one.encode())]))
                 copied += first[0].size
-            second = yield from placed([self._model.inputs[1].text(other)])
+            second = yield from placed([self._model.inputs[1].text(other.encode())])
             copied += second[0].size
             if copied > COPY_BYTES:
                 copied = 0

@@ -19,7 +19,6 @@ from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.bodies import CompletionRequest
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.formats import DONE, Choice
-from shmserve.gateway.openai.inputs import text_tensor
 from shmserve.gateway.openai.models import AUDIO, PROMPT, SEGMENTS, LanguageModel
 from shmserve.gateway.openai.texts import Delta, Usage
 from shmserve.gateway.upstream.exchange import JSON
@@ -70,7 +69,7 @@ def check_model(model: LanguageModel, request: TranscriptionRequest) -> None:
 
 def speech_tensors(model: LanguageModel, prompt: str, audio: memoryview) -> SlicedWork[list[InputPlan]]:
     data = yield from encoded_files([audio])
-    return [text_tensor(model, PROMPT, prompt.encode()), model.inputs[AUDIO].plan(data)]
+    return [model.inputs[PROMPT].text(prompt.encode()), model.inputs[AUDIO].plan(data)]
 
 
 class TranscriptionFormat:
