@@ -49,6 +49,7 @@ from shmserve.gateway.kserve.generate import (
     generated,
     generated_in_slices,
     is_large,
+    large_request,
 )
 from shmserve.gateway.kserve.plans import RequestPlan, RequestPlans, plan_in_slices, raw_plan
 from shmserve.gateway.kserve.status import http_of, http_text_of
@@ -548,11 +549,10 @@ class Requests:
         if exchange.head.has_form:
             exchange.work(form_of(body), lambda form: proceed(GenerateForm(form)))
             return
-        request = GenerateRequest(bytes(body))
         if len(body) > SLICE_BYTES:
-            exchange.work(request.cut(), lambda _: proceed(request))
+            exchange.work(large_request(bytes(body)), proceed)
         else:
-            proceed(request)
+            proceed(GenerateRequest(bytes(body)))
 
     def _generate_plan(
         self, exchange: HttpExchange, request: GenerateRequest | GenerateForm, config: Any

@@ -14,6 +14,7 @@ import msgspec
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest
+from shmserve.gateway.kserve import json_strings
 from shmserve.gateway.kserve.answers import PLACE, Buffer, Held, joined, size_of, spliced
 from shmserve.gateway.kserve.forms import FIELD_BYTES, Form, encoded_files
 from shmserve.gateway.kserve.json_scan import check_depth, unreadable
@@ -75,17 +76,12 @@ class GenerateForm:
 
 
 class GenerateRequest:
-    """A request to generate: its JSON, decoded when the model's configuration is known."""
+    """A request to generate: its JSON, decoded when the model's configuration is known. `strings`: those that were cut
+    out of it."""
 
-    def __init__(self, text: bytes) -> None:
+    def __init__(self, text: bytes, strings: CutStrings | None = None) -> None:
         self._text = text
-        self._strings: CutStrings | None = None
-
-    def cut(self) -> SlicedWork[None]:
-        """Called first for a large request."""
-        self._strings = CutStrings()
-        yield from self._strings.cut(self._text, VALUES, ", use infer instead")
-        self._text = self._strings.around
+        self._strings = strings
 
     def plan(self, config: Mapping[str, Any], hold: Callable[[int], None]) -> SlicedWork[RequestPlan]:
         """The same as for a form."""
@@ -96,6 +92,11 @@ class GenerateRequest:
             yield
         yield from _decode_files(document, inputs, schemas.inputs, hold)
         return _plan_of(document, inputs, config, schemas)
+
+
+def large_request(text: bytes) -> SlicedWork[GenerateRequest]:
+    strings = yield from json_strings.cut(text, VALUES, ", use infer instead")
+    return GenerateRequest(strings.around, strings)
 
 
 class _Strings(NamedTuple):

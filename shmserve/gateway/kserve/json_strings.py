@@ -30,49 +30,13 @@ _SPACE = b" \t\r\n"
 
 
 class CutStrings:
-    """`around`: the request with a mark in place of each string. The mark is random, so that a client cannot forge
-    it."""
+    """The long strings of a request. `around`: the request with a mark in place of each. `mark` is random, so that a
+    client cannot forge it."""
 
-    def __init__(self) -> None:
-        self.around = b""
-        self._mark = f"cut {secrets.token_hex(8)} "
-        self._strings: list[str] = []
-
-    def cut(self, text: bytes, limit: int, advice: str = "") -> SlicedWork[None]:
-        """Raises InvalidRequest for more than `limit` values; `advice` is added to the error."""
-        parts: list[bytes] = []
-        at = commas = size = 0
-        begun = -1
-        scan = JsonScan(text, 0, len(text))
-        for chunk in scan.slices():
-            commas += int(np.count_nonzero((chunk.data == COMMA) & ~chunk.inside))
-            if commas >= limit:
-                raise InvalidRequest(
-                    f"the request has {commas + 1} values or more; the limit of this endpoint is {limit}{advice}"
-                )
-            edges = np.flatnonzero(np.diff(chunk.inside, prepend=begun >= 0)) + chunk.at
-            places = ([begun] if begun >= 0 else []) + edges.tolist()
-            begun = places.pop() if len(places) % 2 else -1
-            pairs = np.array(places, np.int64).reshape(-1, 2)
-            for begin, end in pairs[pairs[:, 1] - pairs[:, 0] >= CUT_BYTES].tolist():
-                if _is_key(text, end):
-                    continue
-                parts.append(text[at:begin])
-                parts.append(b'"%b%d"' % (self._mark.encode(), len(self._strings)))
-                size += begin - at
-                self._check(size)
-                self._strings.append((yield from _decoded(text, begin + 1, end)))
-                at = end + 1
-            yield
-        self._check(size + len(text) - at)
-        self.around = b"".join([*parts, text[at:]])
-
-    def _check(self, size: int) -> None:
-        if size > AROUND_BYTES:
-            raise InvalidRequest(
-                f"the request JSON has more than {AROUND_BYTES} bytes besides its strings of {CUT_BYTES} bytes and "
-                "more, which is the limit"
-            )
+    def __init__(self, around: bytes, mark: str, strings: list[str]) -> None:
+        self.around = around
+        self._mark = mark
+        self._strings = strings
 
     def encoded(self, document: Any, output: bytearray) -> SlicedWork[None]:
         """Appends the JSON of a document, which still has the marks, with the strings in their places."""
@@ -117,6 +81,45 @@ class CutStrings:
             if seen > _STEP_VALUES:
                 seen = 0
                 yield
+
+
+def cut(text: bytes, limit: int, advice: str = "") -> SlicedWork[CutStrings]:
+    """Raises InvalidRequest for more than `limit` values; `advice` is added to the error."""
+    mark = f"cut {secrets.token_hex(8)} "
+    parts: list[bytes] = []
+    strings: list[str] = []
+    at = commas = size = 0
+    begun = -1
+    for chunk in JsonScan(text, 0, len(text)).slices():
+        commas += int(np.count_nonzero((chunk.data == COMMA) & ~chunk.inside))
+        if commas >= limit:
+            raise InvalidRequest(
+                f"the request has {commas + 1} values or more; the limit of this endpoint is {limit}{advice}"
+            )
+        edges = np.flatnonzero(np.diff(chunk.inside, prepend=begun >= 0)) + chunk.at
+        places = ([begun] if begun >= 0 else []) + edges.tolist()
+        begun = places.pop() if len(places) % 2 else -1
+        pairs = np.array(places, np.int64).reshape(-1, 2)
+        for begin, end in pairs[pairs[:, 1] - pairs[:, 0] >= CUT_BYTES].tolist():
+            if _is_key(text, end):
+                continue
+            parts.append(text[at:begin])
+            parts.append(b'"%b%d"' % (mark.encode(), len(strings)))
+            size += begin - at
+            _check(size)
+            strings.append((yield from _decoded(text, begin + 1, end)))
+            at = end + 1
+        yield
+    _check(size + len(text) - at)
+    return CutStrings(b"".join([*parts, text[at:]]), mark, strings)
+
+
+def _check(size: int) -> None:
+    if size > AROUND_BYTES:
+        raise InvalidRequest(
+            f"the request JSON has more than {AROUND_BYTES} bytes besides its strings of {CUT_BYTES} bytes and more, "
+            "which is the limit"
+        )
 
 
 def _items(one: Any) -> Iterator[tuple[Any, Any]]:

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
 from shmserve.gateway.auth.actions import FORMS
+from shmserve.gateway.kserve import json_strings
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.forms import Form, form_of
 from shmserve.gateway.kserve.json_strings import CutStrings
@@ -78,9 +79,9 @@ class OpenAiRequests:
         elif action in FORMS:
             exchange.work(form_of(body), partial(self._begin_speech, exchange))
         elif len(body) > SLICE_BYTES:
-            strings = CutStrings()
             exchange.work(
-                strings.cut(bytes(body), bodies.VALUES), lambda _: self._begin(exchange, strings.around, strings)
+                json_strings.cut(bytes(body), bodies.VALUES),
+                lambda strings: self._begin(exchange, strings.around, strings),
             )
         else:
             self._begin(exchange, bytes(body))

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.gateway.http import bodies
-from shmserve.gateway.kserve import json_outline, json_scan, json_tensors, json_values
+from shmserve.gateway.kserve import json_outline, json_scan, json_strings, json_tensors, json_values
 from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.kserve.generate import VALUES, GenerateRequest
-from shmserve.gateway.kserve.json_strings import CutStrings
+from shmserve.gateway.kserve.generate import VALUES, large_request
 from shmserve.gateway.kserve.plans import plan_in_slices, plan_of
 from shmserve.gateway.limits.turns import SLICE_BYTES, JobTurns, SlicedWork
 from tests.support.cases import cases
@@ -213,9 +212,9 @@ TEXT_MODEL: dict[str, Any] = {"input": [{"name": "t", "data_type": "TYPE_STRING"
 
 
 def test_generate_limits_the_number_of_values() -> None:
-    finished(GenerateRequest(json.dumps({"text": ", " * MIB}).encode()).cut())
+    finished(large_request(json.dumps({"text": ", " * MIB}).encode()))
     with pytest.raises(InvalidRequest, match="use infer"):
-        finished(GenerateRequest(json.dumps({"text": [1] * (VALUES + 1)}).encode()).cut())
+        finished(large_request(json.dumps({"text": [1] * (VALUES + 1)}).encode()))
 
 
 LONG_STRINGS = st.sampled_from(["a" * 300, "\u00e9\n" * 200, '"\\' * 150, "\U0001f600" * 40_000, "]}:,{[" * 60])
@@ -232,8 +231,7 @@ NESTED = st.recursive(
 )
 def test_long_strings_are_cut_out_and_put_back(document: dict[str, Any], indent: int | None, ascii_only: bool) -> None:
     text = json.dumps(document, indent=indent, ensure_ascii=ascii_only, separators=(" , ", " : ")).encode()
-    strings = CutStrings()
-    finished(strings.cut(text, VALUES))
+    strings = finished(json_strings.cut(text, VALUES))
     found, encoded = json.loads(strings.around), bytearray()
     finished(strings.encoded(found, encoded))
     assert json.loads(encoded) == document
@@ -243,13 +241,12 @@ def test_long_strings_are_cut_out_and_put_back(document: dict[str, Any], indent:
 
 def test_a_request_with_long_strings_is_decoded_in_slices() -> None:
     words = ["\n" * MIB, *["\u00e9" * 300] * 10_000]
-    request = GenerateRequest(json.dumps({"t": words}).encode())
-    size = len(json.dumps(words))
-    assert slices_of(request.cut()) >= size // SLICE_BYTES
-    plan = finished(request.plan(TEXT_MODEL, lambda size: None))
+    text = json.dumps({"t": words}).encode()
+    assert slices_of(large_request(text)) >= len(text) // SLICE_BYTES
+    plan = finished(finished(large_request(text)).plan(TEXT_MODEL, lambda size: None))
     assert bytes(plan.inputs[0].data or b"") == b"".join(map(with_size, words))
     with pytest.raises(InvalidRequest, match="besides its strings of 256 bytes and more"):
-        finished(GenerateRequest(json.dumps({"t": ["a" * 200] * 12_000}).encode()).cut())
+        finished(large_request(json.dumps({"t": ["a" * 200] * 12_000}).encode()))
 
 
 def pieces_of(dtype: str, *parts: Buffer) -> list[Buffer]:
