@@ -14,11 +14,11 @@ from shmserve.gateway.kserve.plans import (
     InputPlan,
     RegionSlice,
     RequestPlan,
-    add_outputs,
     check_tensor,
     check_version,
     options_of,
     region_slice_of,
+    requested_outputs,
 )
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.limits.turns import SlicedWork
@@ -33,8 +33,8 @@ _PARAMETERS = 2 * PARAMETERS
 """Maximum number of parameters in one map: the model's plus the server's."""
 
 
-class RpcPlan(Struct):
-    """`raw`: number of tensors expected in raw_input_contents. Plans are cached and shared: never modify one."""
+class RpcPlan(Struct, frozen=True):
+    """`raw`: number of tensors expected in raw_input_contents. Plans are cached and shared."""
 
     model: str
     version: str
@@ -95,9 +95,9 @@ def _plan(request: Any, specs: list[InputPlan]) -> RpcPlan:
     if type(empty_final) is not bool:
         raise InvalidRequest(f"'{_EMPTY_FINAL}' must be true or false, not {empty_final!r:.40}")
     with_contents = next((one.name for one in request.inputs if one.HasField("contents")), "")
-    plan = RequestPlan(tuple(specs), 0, options_of("", parameters))
-    if len(request.outputs):
-        add_outputs(plan, [_output(one) for one in request.outputs[: TENSORS + 1]])
+    options = options_of("", parameters)
+    outputs = requested_outputs([_output(one) for one in request.outputs[: TENSORS + 1]])
+    plan = RequestPlan(tuple(specs), 0, options, *outputs)
     raw = sum([spec.follows for spec in specs])
     return RpcPlan(request.model_name, check_version(request.model_version), plan, raw, with_contents, empty_final)
 

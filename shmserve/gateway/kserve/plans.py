@@ -111,8 +111,8 @@ class RequestOptions(Struct):
     """Whether outputs that the request does not list are sent as binary data."""
 
 
-class RequestPlan(Struct):
-    """One request to a model. Cached and shared by equal requests: never modify it."""
+class RequestPlan(Struct, frozen=True):
+    """One request to a model. Cached and shared by equal requests."""
 
     inputs: tuple[InputPlan, ...]
     binary_bytes: int
@@ -169,10 +169,9 @@ def plan_in_slices(text: Text, limit: int) -> SlicedWork[RequestPlan]:
 
 def _plan(request: _JsonRequest, specs: Sequence[InputPlan]) -> RequestPlan:
     total = sum([spec.size for spec in specs if spec.follows])
-    plan = RequestPlan(tuple(specs), total, options_of(request.id, request.parameters))
-    if request.outputs:
-        add_outputs(plan, [(output.name, output.parameters) for output in request.outputs])
-    return plan
+    options = options_of(request.id, request.parameters)
+    outputs = requested_outputs([(output.name, output.parameters) for output in request.outputs or ()])
+    return RequestPlan(tuple(specs), total, options, *outputs)
 
 
 def _request_of(text: bytes) -> _JsonRequest:
@@ -254,12 +253,17 @@ def _cut_spec(tensor: _Input, text: Text, cut: CutList, limit: int) -> SlicedWor
     return InputPlan(tensor.name, tensor.datatype, shape, len(data), data)
 
 
-def add_outputs(plan: RequestPlan, outputs: Sequence[tuple[str, Mapping[str, Value]]]) -> None:
-    """Sets the requested outputs of `plan`. `outputs`: their names and parameters."""
+RequestedOutputs = tuple[Sequence[str] | Mapping[str, TopK | None] | None, dict[str, bool], dict[str, RegionSlice]]
+"""The fields `outputs`, `binary` and `places` of a plan."""
+
+
+def requested_outputs(outputs: Sequence[tuple[str, Mapping[str, Value]]]) -> RequestedOutputs:
+    """`outputs`: their names and parameters."""
     if len(outputs) > TENSORS:
         raise InvalidRequest(f"the request names {len(outputs)} outputs; the limit is {TENSORS}")
     wanted: dict[str, TopK | None] = {}
-    plan.binary, plan.places = {}, {}
+    binary: dict[str, bool] = {}
+    places: dict[str, RegionSlice] = {}
     for name, parameters in outputs:
         check_text("output name", name)
         if name in wanted:
@@ -267,9 +271,9 @@ def add_outputs(plan: RequestPlan, outputs: Sequence[tuple[str, Mapping[str, Val
         wanted[name] = _classes(name, parameters)
         place = region_slice_of(f"output '{name}'", parameters) if parameters else None
         if place is not None:
-            plan.places[name] = place
-        plan.binary[name] = _bool(f"'binary_data' of output '{name}'", parameters.get("binary_data", False))
-    plan.outputs = wanted if any(wanted.values()) else list(wanted)
+            places[name] = place
+        binary[name] = _bool(f"'binary_data' of output '{name}'", parameters.get("binary_data", False))
+    return (wanted if any(wanted.values()) else list(wanted) or None), binary, places
 
 
 def _classes(name: str, parameters: Mapping[str, Value]) -> TopK | None:
