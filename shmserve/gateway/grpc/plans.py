@@ -1,5 +1,5 @@
-"""The fields around the tensors of a gRPC request -> a Plan. Input: bytes. Result: a Plan, or InvalidRequest.
-Invariant: limits are checked before anything is expanded into Python objects."""
+"""The fields around the tensors of a gRPC request -> an RpcPlan. Invariant: limits are checked before anything is
+expanded into Python objects."""
 
 from __future__ import annotations
 

@@ -2,6 +2,6 @@
 
 `caller_shares` limits requests, queries and input bytes in flight at the broker, per connection, address and token; a
 call is charged before it is sent. `body_budget` limits the bytes of bodies and unsent responses that the gateway holds,
-and `bounded_cache` limits what is cached of requests. `turns` splits long work on the event loop into slices, and
-bounds reads of large bodies; `backlog` bounds the work for small input.
+and `bounded_cache` limits what is cached of requests. `proxies` finds out for whom a proxy speaks. `turns` splits long
+work on the event loop into slices, and bounds reads of large bodies; `backlog` bounds the work for small input.
 """

@@ -1,4 +1,4 @@
-"""The model requests that one client request becomes, and the interface that they need from the client's exchange.
+"""The model requests that one client request becomes.
 
 Invariant: when the client disconnects, or one of the requests fails, the others are cancelled.
 """
