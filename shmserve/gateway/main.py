@@ -43,7 +43,7 @@ log = logging.getLogger("shmserve.gateway")
 STOPPED = "the server stopped before this request completed (--exit-timeout-secs)"
 
 
-class Service:
+class ServiceState:
     """Reports the state of this process to the service manager, if it runs under one."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, manager: ServiceManager) -> None:
@@ -205,7 +205,7 @@ async def _serve(
     signals: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, signals.put_nowait, number)
-    service = Service(loop, of_this_process())
+    service = ServiceState(loop, of_this_process())
     link.bind()
     zmq_listener = make_zmq(link) if make_zmq is not None else None
     openings = _openings(args, limits, link, guards, zmq_listener)

@@ -26,7 +26,7 @@ class BadTokens(Exception):
     """The file cannot be used."""
 
 
-class Holder(NamedTuple):
+class TokenHolder(NamedTuple):
     """`name`: as in the file; not unique, as a name may have several tokens."""
 
     name: str
@@ -37,8 +37,8 @@ class Tokens:
     """The tokens of one version of the file."""
 
     def __init__(self, text: str) -> None:
-        self._holders: dict[bytes, Holder] = {}
-        self._cache: BoundedCache[str, Holder] = BoundedCache(_CACHED_HEADERS)
+        self._holders: dict[bytes, TokenHolder] = {}
+        self._cache: BoundedCache[str, TokenHolder] = BoundedCache(_CACHED_HEADERS)
         for number, line in enumerate(text.splitlines(), 1):
             if line.strip() and not line.startswith("#"):
                 try:
@@ -56,7 +56,7 @@ class Tokens:
         key = bytes.fromhex(digest)
         if key in self._holders:
             raise ValueError("the same token is on another line")
-        self._holders[key] = Holder(name, frozenset(roles.split(",")))
+        self._holders[key] = TokenHolder(name, frozenset(roles.split(",")))
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -65,7 +65,7 @@ class Tokens:
         """True if any token has the role."""
         return any(role in holder.roles for holder in self._holders.values())
 
-    def holder(self, authorization: str) -> Holder | None:
+    def holder(self, authorization: str) -> TokenHolder | None:
         """The holder of the token in the Authorization header, or None if the token is unknown."""
         cached = self._cache.get(authorization)
         if cached is not None:

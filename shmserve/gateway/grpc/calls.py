@@ -16,7 +16,7 @@ from shmserve.gateway.http2.interface import Awaits, TransportStream
 from shmserve.gateway.kserve.answers import Buffer, Held, Targets, write_output
 from shmserve.gateway.kserve.status import grpc_text_of
 from shmserve.gateway.limits.caller_shares import Payer
-from shmserve.gateway.limits.turns import SLICE_BYTES, Job
+from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedJob
 from shmserve.gateway.upstream.documents import BrokerQuery, FixedDocument, YesOrNo, query_of
 from shmserve.gateway.upstream.link import Piece
 from shmserve.gateway.upstream.receive import Room
@@ -136,7 +136,7 @@ class InferCall(Unary):
     def __init__(self, services: Services, stream: TransportStream, payer: Payer) -> None:
         super().__init__(services, stream, payer)
         self._room: memoryview | None = None
-        self._job: Job | None = None
+        self._job: SlicedJob | None = None
 
     def room(self, size: int, first: Buffer) -> Room | None:
         room = self._services.room(size, first)

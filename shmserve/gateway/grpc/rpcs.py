@@ -12,12 +12,12 @@ from msgspec import Struct
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.plans import check_version
 from shmserve.gateway.upstream.device_regions import DeviceOrder
-from shmserve.gateway.upstream.documents import Arguments, Route, unknown_of_load, versions_of_load
+from shmserve.gateway.upstream.documents import QueryArguments, Route, unknown_of_load, versions_of_load
 from shmserve.gateway.upstream.regions import Registration
 from shmserve.protocol.actions import Action
 from shmserve.protocol.grpc.messages import INFERENCE, message_class, methods
 
-RpcQuery = tuple[Route, Arguments]
+RpcQuery = tuple[Route, QueryArguments]
 _Query = Callable[[Action, Any], RpcQuery]
 _Shown = Callable[[Any], dict[str, Any]]
 
@@ -36,23 +36,23 @@ class Rpc(Struct):
 
 
 def _plain(action: Action, message: Any) -> RpcQuery:
-    return Route(action), Arguments()
+    return Route(action), QueryArguments()
 
 
 def _of_model(action: Action, message: Any) -> RpcQuery:
-    return Route(action, message.name, check_version(message.version)), Arguments()
+    return Route(action, message.name, check_version(message.version)), QueryArguments()
 
 
 def _index(action: Action, message: Any) -> RpcQuery:
     if message.repository_name:
-        return Route(Action.NAMED_REPOSITORY), Arguments()
-    return Route(action), Arguments(only_ready=message.ready)
+        return Route(Action.NAMED_REPOSITORY), QueryArguments()
+    return Route(action), QueryArguments(only_ready=message.ready)
 
 
 def _load(action: Action, message: Any) -> RpcQuery:
     if message.repository_name:
-        return Route(Action.NAMED_REPOSITORY), Arguments()
-    arguments = Arguments(files={})
+        return Route(Action.NAMED_REPOSITORY), QueryArguments()
+    arguments = QueryArguments(files={})
     for name, parameter in message.parameters.items():
         if name == "config":
             arguments.config = _value(name, parameter, "string_param")
@@ -71,13 +71,13 @@ def _load(action: Action, message: Any) -> RpcQuery:
 
 def _unload(action: Action, message: Any) -> RpcQuery:
     if message.repository_name:
-        return Route(Action.NAMED_REPOSITORY), Arguments()
+        return Route(Action.NAMED_REPOSITORY), QueryArguments()
     for name in message.parameters:
         if name not in ("unload_dependents", "force"):
             known = "supported are 'unload_dependents' and 'force'"
             raise InvalidRequest(f"Unrecognized unload parameter '{name[:80]}'; {known}")
     flags = {name: _value(name, parameter, "bool_param") for name, parameter in message.parameters.items()}
-    return Route(action, message.model_name), Arguments(**flags)
+    return Route(action, message.model_name), QueryArguments(**flags)
 
 
 def _value(name: str, parameter: Any, kind: str) -> Any:
@@ -88,36 +88,36 @@ def _value(name: str, parameter: Any, kind: str) -> Any:
 
 
 def _memory(kind: str) -> _Query:
-    return lambda action, message: (Route(action, message.name, kind=kind), Arguments())
+    return lambda action, message: (Route(action, message.name, kind=kind), QueryArguments())
 
 
 def _register(action: Action, message: Any) -> RpcQuery:
     order = Registration(message.key, message.byte_size, message.offset)
-    return Route(action, message.name, kind="system"), Arguments(order=order)
+    return Route(action, message.name, kind="system"), QueryArguments(order=order)
 
 
 def _register_cuda(action: Action, message: Any) -> RpcQuery:
     order = DeviceOrder(message.raw_handle, message.device_id, message.byte_size)
-    return Route(action, message.name, kind="cuda"), Arguments(order=order)
+    return Route(action, message.name, kind="cuda"), QueryArguments(order=order)
 
 
 def _trace(action: Action, message: Any) -> RpcQuery:
     if not message.settings:
-        return Route(action, message.model_name), Arguments()
+        return Route(action, message.model_name), QueryArguments()
     settings = {name: list(one.value) or None for name, one in message.settings.items()}
-    return Route(Action.SET_TRACE, message.model_name), Arguments(settings=settings)
+    return Route(Action.SET_TRACE, message.model_name), QueryArguments(settings=settings)
 
 
 def _log(action: Action, message: Any) -> RpcQuery:
     if not message.settings:
-        return Route(action), Arguments()
+        return Route(action), QueryArguments()
     settings = {}
     for name, one in message.settings.items():
         kind = one.WhichOneof("parameter_choice")
         if kind is None:
             raise InvalidRequest(f"the log setting '{name[:80]}' has no value")
         settings[name] = getattr(one, kind)
-    return Route(Action.SET_LOG), Arguments(settings=settings)
+    return Route(Action.SET_LOG), QueryArguments(settings=settings)
 
 
 # ---------------------------------------------------------------------------------------- responses

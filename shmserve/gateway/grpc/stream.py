@@ -20,7 +20,7 @@ from shmserve.gateway.http2.interface import Awaits, TransportStream
 from shmserve.gateway.kserve.answers import Buffer, Held, Targets
 from shmserve.gateway.kserve.status import text_of
 from shmserve.gateway.limits.caller_shares import Payer
-from shmserve.gateway.limits.turns import SLICE_BYTES, Job
+from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedJob
 from shmserve.gateway.upstream.link import Piece
 from shmserve.gateway.upstream.receive import Room
 from shmserve.gateway.upstream.requests import PendingStream, serve_error, withdraw
@@ -79,7 +79,7 @@ class StreamCall:
         self._over = False
         self._room: memoryview | None = None
         """Memory into which the next message is read."""
-        self._job: Job | None = None
+        self._job: SlicedJob | None = None
         services.enter(self)
 
     # ------------------------------------------------------------------------------------ requests

@@ -21,8 +21,8 @@ from shmserve.gateway.kserve.status import REASONS, http_of, http_text_of
 from shmserve.gateway.limits.backlog import REQUEST_WORK, SENT_BYTES
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Payer
-from shmserve.gateway.limits.turns import FairReader, Job, SlicedWork
-from shmserve.gateway.listeners.callers import TURNS, Callers, peer_address
+from shmserve.gateway.limits.turns import FairReader, SlicedJob, SlicedWork
+from shmserve.gateway.listeners.callers import TURNS, EndpointListener, peer_address
 from shmserve.gateway.openai import errors as openai_errors
 from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.gateway.page.feed import PageFeed
@@ -34,9 +34,9 @@ from shmserve.gateway.upstream.requests import Charge, serve_error, withdraw
 from shmserve.protocol.actions import Action
 
 
-class HttpListener(Callers):
+class HttpListener(EndpointListener):
     """`feed`: the streams of the web page, which end when access rules have changed; None: the listener serves no
-    page. For the other arguments, see `Callers`."""
+    page. For the other arguments, see `EndpointListener`."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class HttpExchange:
         self._connection = connection
         self.head = head
         self._ticket: Charge | None = None
-        self._job: Job | None = None
+        self._job: SlicedJob | None = None
         self.resume: Callable[[], None] | None = None
         """Called when the transport is writable again, for a response in parts."""
         self.watcher: Watcher | None = None

@@ -13,7 +13,7 @@ from shmserve.gateway.http2.limits import Http2Limits
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.backlog import InputBacklog
 from shmserve.gateway.limits.body_budget import Budget
-from shmserve.gateway.limits.caller_shares import Payer, Shares
+from shmserve.gateway.limits.caller_shares import CallerShares, Payer
 from shmserve.gateway.limits.turns import JobTurns
 from shmserve.gateway.upstream.receive import Room
 from shmserve.protocol.grpc.codes import RpcError
@@ -108,7 +108,7 @@ class Http2Host(Protocol):
     def budget(self) -> Budget: ...
 
     @property
-    def shares(self) -> Shares: ...
+    def shares(self) -> CallerShares: ...
 
     @property
     def backlog(self) -> InputBacklog: ...

@@ -10,7 +10,7 @@ from typing import Any
 from shmserve.gateway.http2.interface import Application, Expiring
 from shmserve.gateway.http2.limits import Http2Limits
 from shmserve.gateway.limits.body_budget import Budget
-from shmserve.gateway.listeners.callers import TURNS, Callers
+from shmserve.gateway.listeners.callers import TURNS, EndpointListener
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.protocol.grpc.codes import Code, RpcError
 
@@ -18,8 +18,8 @@ DEADLINE_S = 0.02
 """Resolution of deadlines."""
 
 
-class RpcListener(Callers):
-    """`connect`: as for `Callers`. `stopped` is called once no new calls are accepted."""
+class RpcListener(EndpointListener):
+    """`connect`: as for `EndpointListener`. `stopped` is called once no new calls are accepted."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from shmserve.gateway.http2 import heads, limits
 from shmserve.gateway.http2.interface import Http2Host
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.body_budget import BudgetAccount
-from shmserve.gateway.limits.turns import SLICE_BYTES, Job
+from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedJob
 from shmserve.http2 import frames
 from shmserve.protocol.grpc.codes import Code, RpcError
 
@@ -164,7 +164,7 @@ class Sender:
         """Bytes sent since `moved` was last reset."""
         self._begun = False
         self._compression = head.accepts if output.compression else ""
-        self._deflating: Job | None = None
+        self._deflating: SlicedJob | None = None
         self._undeflated: deque[Sequence[Buffer]] = deque()
         """Messages queued behind the one that is being compressed."""
         self._queue: deque[Buffer] = deque()

@@ -22,7 +22,7 @@ from shmserve.gateway.limits.backlog import CONNECTION_WORK, REQUEST_WORK, WorkB
 from shmserve.gateway.limits.body_budget import BudgetAccount
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.proxies import named_in
-from shmserve.gateway.limits.turns import SLICE_BYTES, Job, SlicedWork
+from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedJob, SlicedWork
 from shmserve.gateway.upstream.receive import TRUSTED_BYTES, ReceiveBuffer, Room
 from shmserve.http2 import frames
 from shmserve.http2.frames import ErrorCode
@@ -48,7 +48,7 @@ class StreamState(IntEnum):
     CLOSED = 3
 
 
-class Event(IntEnum):
+class StreamEvent(IntEnum):
     END_RECEIVED = 0
     END_SENT = 1
     RESET_RECEIVED = 2
@@ -57,7 +57,7 @@ class Event(IntEnum):
 
 
 OPEN, HALF_CLOSED_REMOTE, HALF_CLOSED_LOCAL, CLOSED = StreamState
-END_RECEIVED, END_SENT, RESET_RECEIVED, RESET_SENT = Event
+END_RECEIVED, END_SENT, RESET_RECEIVED, RESET_SENT = StreamEvent
 """Module-level names, because reading an attribute of an Enum takes 0.2 us."""
 _MOVES = {
     (OPEN, END_RECEIVED): HALF_CLOSED_REMOTE,
@@ -150,7 +150,7 @@ class Http2Stream:
         """Bytes received while paused; None: not paused."""
         self._wanted = True
         """The service accepts more messages."""
-        self._job: Job | None = None
+        self._job: SlicedJob | None = None
         """Inflates a message, or waits for the next iteration of the loop. Messages after it are queued."""
         self._end_waits = False
 
@@ -160,7 +160,7 @@ class Http2Stream:
     def over(self) -> bool:
         return self.state is CLOSED
 
-    def _move(self, event: Event) -> None:
+    def _move(self, event: StreamEvent) -> None:
         """The only writer of `state`."""
         before = self.state
         self.state = _MOVES[before, event]
@@ -191,7 +191,7 @@ class Http2Stream:
             self._streams.output.out.append(frames.reset(self.number, ErrorCode.NO_ERROR))
             self._move(RESET_SENT)
 
-    def cancel(self, event: Event = RESET_RECEIVED) -> None:
+    def cancel(self, event: StreamEvent = RESET_RECEIVED) -> None:
         """Called when the client has disconnected or cancelled the call, or has violated the protocol."""
         call, self.call = self.call, NO_CALL
         if self.state is not CLOSED:

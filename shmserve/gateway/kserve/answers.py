@@ -24,13 +24,13 @@ PLACE = msgspec.Raw(b'"%b"' % secrets.token_hex(16).encode())
 can equal it."""
 
 
-class Target(Protocol):
+class OutputTarget(Protocol):
     """A shared memory region of the client."""
 
     def write(self, place: RegionSlice, parts: Sequence[Buffer]) -> None: ...
 
 
-Targets = Mapping[str, Target]
+Targets = Mapping[str, OutputTarget]
 """Output -> the region that it is written to, instead of being sent."""
 
 

@@ -211,7 +211,7 @@ class ConnectionShares:
 
     __slots__ = ("_accounts", "_payers", "_peer", "_shares", "is_of_proxy")
 
-    def __init__(self, shares: Shares, address: str) -> None:
+    def __init__(self, shares: CallerShares, address: str) -> None:
         self._shares = shares
         self._peer = address
         self.is_of_proxy = shares.bounds.proxies.trusts(address)
@@ -258,7 +258,7 @@ class ConnectionShares:
         self._payers = {}
 
 
-class Shares:
+class CallerShares:
     """The shares of one gateway."""
 
     def __init__(self, bounds: ShareBounds | None = None) -> None:

@@ -21,7 +21,7 @@ SlicedWork = Generator[None, None, T]
 """Work that yields between its slices."""
 
 
-class Job:
+class SlicedJob:
     """`then` gets what the work returns, `failed` what it raises; neither is called after `cancel`."""
 
     __slots__ = ("_failed", "_then", "_work")
@@ -63,12 +63,12 @@ class JobTurns:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[SlicedJob] = deque()
         self._scheduled = False
 
-    def run(self, work: SlicedWork[T], then: Callable[[T], None], failed: Callable[[Exception], None]) -> Job:
+    def run(self, work: SlicedWork[T], then: Callable[[T], None], failed: Callable[[Exception], None]) -> SlicedJob:
         """Runs the first slice at once, so a job of one slice costs no iteration."""
-        job = Job(work, then, failed)
+        job = SlicedJob(work, then, failed)
         if job.step():
             self._jobs.append(job)
             self._schedule()

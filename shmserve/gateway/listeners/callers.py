@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from shmserve.errors import ServeError
 from shmserve.gateway.limits.body_budget import Budget
-from shmserve.gateway.limits.turns import Job, SlicedWork
+from shmserve.gateway.limits.turns import SlicedJob, SlicedWork
 from shmserve.gateway.listeners.handshakes import Handshakes
 from shmserve.gateway.metrics import family
 from shmserve.gateway.upstream.link import GatewayLink
@@ -83,7 +83,7 @@ class ConnectionLimits(Struct, frozen=True):
     """Idle timeout between two requests, or of a connection without calls."""
 
 
-class Callers:
+class EndpointListener:
     """`link` has what all endpoints share. `connect` makes the asyncio protocol of a new connection, from this object
     and the address of the client, if a PROXY header names it. `turn_s`: period of the slow clock. `budget`: bounds
     bodies and unsent responses."""
@@ -124,7 +124,7 @@ class Callers:
         self._empty = asyncio.Event()
         self._last_call: asyncio.TimerHandle | None = None
         """Set by `give_up`: closes the connections that are left."""
-        self._checks: Job | None = None
+        self._checks: SlicedJob | None = None
         self._clock = loop.call_later(turn_s, self._tick)
 
     async def open(self, address: str, port: int, share: bool, tls: ssl.SSLContext | None = None) -> int:

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from shmserve.errors import ModelFailed
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.generate import event
-from shmserve.gateway.openai.reading import PLAIN, Reading, Thinking
-from shmserve.gateway.openai.texts import Delta, Usage
+from shmserve.gateway.openai.reading import PLAIN, TextReading, Thinking
+from shmserve.gateway.openai.texts import Delta, TokenUsage
 from shmserve.gateway.upstream.exchange import JSON
 from shmserve.llm.tool_choice import CallReader
 
@@ -200,7 +200,7 @@ class Choice:
 
     def __init__(self, echo: Echo | None = None) -> None:
         self.echo = echo
-        self.usage = Usage()
+        self.usage = TokenUsage()
         """Tokens so far: those of its request to the model."""
         self.begun = False
         """Its first chunk was sent."""
@@ -282,7 +282,7 @@ class ChoicesFormat(ABC):
             size += len(pieces[-1])
         return size
 
-    def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
+    def whole(self, choices: list[Choice], usage: TokenUsage) -> list[Buffer]:
         """The JSON in pieces, which choices with the same prompt share. They are never joined."""
         parts: list[Buffer] = [_encode(self._common | {"object": self.object})[:-1], b',"choices":[']
         for index, choice in enumerate(choices):
@@ -299,13 +299,13 @@ class ChoicesFormat(ABC):
     @abstractmethod
     def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes: ...
 
-    def end(self, choices: list[Choice], usage: Usage) -> bytes:
+    def end(self, choices: list[Choice], usage: TokenUsage) -> bytes:
         return self._usage_chunk(usage) + DONE if self.shows_usage else DONE
 
     def error(self, body: bytes) -> bytes:
         return event(body)
 
-    def _usage_chunk(self, usage: Usage) -> bytes:
+    def _usage_chunk(self, usage: TokenUsage) -> bytes:
         return self._start + b'],"usage":' + _encode(self._counted(usage)) + b"}\n\n"
 
     def _chunk_end(self, choice: Choice) -> bytes:
@@ -313,7 +313,7 @@ class ChoicesFormat(ABC):
             return self._end
         return b'],"usage":%b}\n\n' % _encode(self._counted(choice.usage))
 
-    def _counted(self, usage: Usage) -> dict[str, Any] | None:
+    def _counted(self, usage: TokenUsage) -> dict[str, Any] | None:
         if usage.prompt is None or usage.completion is None:
             return None
         total = usage.prompt + usage.completion
@@ -370,7 +370,7 @@ class CompletionFormat(ChoicesFormat):
             return delta
         return Delta("", "length" if delta.finish else None, prompt_logprobs=delta.prompt_logprobs)
 
-    def _counted(self, usage: Usage) -> dict[str, Any] | None:
+    def _counted(self, usage: TokenUsage) -> dict[str, Any] | None:
         return super()._counted(usage if usage.completion is None or not self._empty else replace(usage, completion=0))
 
     def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
@@ -419,7 +419,7 @@ class CompletionFormat(ChoicesFormat):
 class ChatFormat(ChoicesFormat):
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, options: ResponseOptions, reading: Reading = PLAIN, of_functions: bool = False) -> None:
+    def __init__(self, options: ResponseOptions, reading: TextReading = PLAIN, of_functions: bool = False) -> None:
         """`of_functions`: the request has functions instead of tools, so that the message has one call."""
         super().__init__(options)
         self._reading = reading

@@ -13,7 +13,7 @@ from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
 from shmserve.gateway.openai import errors
 from shmserve.gateway.openai.fan_out import FanOut, Planned
 from shmserve.gateway.openai.formats import Choice, CompletionFormat, Echo
-from shmserve.gateway.openai.texts import Delta, PartReader, Usage
+from shmserve.gateway.openai.texts import Delta, PartReader, TokenUsage
 from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.requests import PendingStream, RequestSender, serve_error
 from shmserve.session import WINDOW
@@ -32,7 +32,7 @@ class ResponseFormat(Protocol):
     def add(self, choice: Choice, delta: Delta) -> int:
         """Adds a part. Returns the number of bytes that this makes."""
 
-    def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
+    def whole(self, choices: list[Choice], usage: TokenUsage) -> list[Buffer]:
         """The body, in pieces."""
 
 
@@ -56,7 +56,7 @@ class StreamFormat(ResponseFormat, Protocol):
     def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
         """The events for a part; empty if there is nothing to send to the client."""
 
-    def end(self, choices: list[Choice], usage: Usage) -> bytes:
+    def end(self, choices: list[Choice], usage: TokenUsage) -> bytes:
         """The last events."""
 
     def error(self, body: bytes) -> bytes:
@@ -103,7 +103,7 @@ class Generation:
         self._count = count
         self._apart = apart
         self._choices = [Choice(echo) for echo in echoes for _ in range(count)]
-        self._usages: list[Usage] = []
+        self._usages: list[TokenUsage] = []
         self._echo = events if any(echoes) and isinstance(events, CompletionFormat) else None
         """The format of a stream whose choices begin with their prompts."""
         self._begun = False
@@ -276,14 +276,16 @@ class Generation:
         self._exchange.end_events(self._events.error(body))
 
 
-def _total(usages: list[Usage], apart: int) -> Usage:
+def _total(usages: list[TokenUsage], apart: int) -> TokenUsage:
     """`apart`: how many times each prompt was sent; it counts once."""
     prompts = [usage.prompt for usage in usages if usage.prompt is not None]
     completions = [usage.completion for usage in usages if usage.completion is not None]
     if len(prompts) < len(usages) or len(completions) < len(usages):
-        return Usage(context=usages[0].context)
+        return TokenUsage(context=usages[0].context)
     cached = [usage.cached for usage in usages if usage.cached is not None]
-    return Usage(sum(prompts) // apart, sum(completions), usages[0].context, sum(cached) // apart if cached else None)
+    return TokenUsage(
+        sum(prompts) // apart, sum(completions), usages[0].context, sum(cached) // apart if cached else None
+    )
 
 
 def _nothing(_: None) -> None: ...

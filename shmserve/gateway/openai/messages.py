@@ -16,8 +16,8 @@ from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.bodies import ChatRequest
 from shmserve.gateway.openai.errors import BadParameter, anthropic_body
 from shmserve.gateway.openai.formats import ChatFormat, Choice, ResponseOptions
-from shmserve.gateway.openai.reading import Reading
-from shmserve.gateway.openai.texts import Delta, Usage
+from shmserve.gateway.openai.reading import TextReading
+from shmserve.gateway.openai.texts import Delta, TokenUsage
 
 _TEXTS, _IMAGE = ("text",), "image"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -186,7 +186,7 @@ def _tool_choice(choice: dict[str, Any]) -> Any:
 class MessagesFormat(ChatFormat):
     """A message, or the events of its stream. It has one choice."""
 
-    def __init__(self, response_id: str, model: str, shows_thinking: bool, reading: Reading) -> None:
+    def __init__(self, response_id: str, model: str, shows_thinking: bool, reading: TextReading) -> None:
         super().__init__(ResponseOptions(response_id, model), reading)
         self._document = {"id": response_id, "type": "message", "role": "assistant", "model": model}
         self._shows_thinking = shows_thinking
@@ -197,7 +197,7 @@ class MessagesFormat(ChatFormat):
 
     # ------------------------------------------------------------------------------------ as a whole
 
-    def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
+    def whole(self, choices: list[Choice], usage: TokenUsage) -> list[Buffer]:
         (choice,) = choices
         ends = {**self._ending(choice), "usage": _usage(usage)}
         blocks: list[list[Buffer]] = []
@@ -225,7 +225,7 @@ class MessagesFormat(ChatFormat):
                 "content": [],
                 "stop_reason": None,
                 "stop_sequence": None,
-                "usage": _usage(Usage()),
+                "usage": _usage(TokenUsage()),
             }
             events.append(_event("message_start", message=begun))
         delta = self._read(choice, delta)
@@ -245,7 +245,7 @@ class MessagesFormat(ChatFormat):
             self._reason(delta.finish, choice)
         return b"".join(events)
 
-    def end(self, choices: list[Choice], usage: Usage) -> bytes:
+    def end(self, choices: list[Choice], usage: TokenUsage) -> bytes:
         (choice,) = choices
         ends = _event("message_delta", delta=self._ending(choice), usage=_usage(usage))
         return b"".join([*self._close(), ends, _event("message_stop")])
@@ -291,7 +291,7 @@ def _event(kind: str, **more: Any) -> bytes:
     return named_event(kind, _encode({"type": kind, **more}))
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _usage(usage: TokenUsage) -> dict[str, int]:
     """The tokens that were in the cache count apart."""
     cached = usage.cached or 0
     counted = {"input_tokens": (usage.prompt or 0) - cached, "output_tokens": usage.completion or 0}

@@ -12,7 +12,7 @@ REASONING_TAGS = "reasoning_tags"
 """The parameter of a model that has the tags."""
 
 
-class Reading(Struct, frozen=True):
+class TextReading(Struct, frozen=True):
     """`forced`: the tool calls that each choice must consist of. `calls_in_text`: they are JSON in the text. `tags`:
     the thinking stands between these two at the beginning of the text; if the first one is empty, the text begins with
     it."""
@@ -22,7 +22,7 @@ class Reading(Struct, frozen=True):
     tags: tuple[str, str] | None = None
 
 
-PLAIN = Reading()
+PLAIN = TextReading()
 """The text is the answer."""
 
 

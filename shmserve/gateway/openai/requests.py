@@ -32,7 +32,7 @@ from shmserve.gateway.openai.generation import Generation, ResponseFormat, Strea
 from shmserve.gateway.openai.inputs import SamplingInputs
 from shmserve.gateway.openai.messages import MessagesFormat
 from shmserve.gateway.openai.models import MESSAGES, TOOL_CALLS, LanguageModel
-from shmserve.gateway.openai.reading import Reading, tags_of
+from shmserve.gateway.openai.reading import TextReading, tags_of
 from shmserve.gateway.openai.responses import ResponsesFormat, ResponsesRequest
 from shmserve.gateway.openai.scores import RerankRequest, ScoreRequest, Scores
 from shmserve.gateway.openai.speech import TranscriptionFormat, TranscriptionRequest
@@ -224,14 +224,14 @@ class OpenAiRequests:
         exchange: Exchange,
         request: ChatRequest,
         strings: CutStrings | None,
-        make_format: Callable[[ChatRequest, str, Reading], ChatFormat],
+        make_format: Callable[[ChatRequest, str, TextReading], ChatFormat],
         config: Any,
     ) -> None:
         model = models.language_model(request.model, config)
         forced = bodies.demanded_calls(request)
         inputs.check_tools(model, request, forced)
         free = forced is None and request.response_format is None and request.structured_outputs is None
-        reading = Reading(forced, TOOL_CALLS not in model.outputs, tags_of(model) if free else None)
+        reading = TextReading(forced, TOOL_CALLS not in model.outputs, tags_of(model) if free else None)
         response = make_format(request, self._new_id(""), reading)
 
         def generate(tensors: list[InputPlan]) -> None:
@@ -393,16 +393,16 @@ def _one_prompt(tensors: list[InputPlan]) -> _PromptTensors:
     return _PromptTensors(iter([tensors]), sum([spec.size for spec in tensors]), [None])
 
 
-def _chat_format(request: ChatRequest, number: str, reading: Reading) -> ChatFormat:
+def _chat_format(request: ChatRequest, number: str, reading: TextReading) -> ChatFormat:
     top = (request.top_logprobs or 0) if request.logprobs else None
     return ChatFormat(_options(request, f"chatcmpl-{number}", top), reading, request.functions is not None)
 
 
-def _messages_format(shows_thinking: bool, request: ChatRequest, number: str, reading: Reading) -> ChatFormat:
+def _messages_format(shows_thinking: bool, request: ChatRequest, number: str, reading: TextReading) -> ChatFormat:
     return MessagesFormat(f"msg_{number}", request.model, shows_thinking, reading)
 
 
-def _responses_format(shown: ResponsesRequest, request: ChatRequest, number: str, reading: Reading) -> ChatFormat:
+def _responses_format(shown: ResponsesRequest, request: ChatRequest, number: str, reading: TextReading) -> ChatFormat:
     return ResponsesFormat(f"resp_{number}", int(time.time()), shown, reading)
 
 

@@ -18,8 +18,8 @@ from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.bodies import ChatRequest
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.formats import ChatFormat, Choice, ResponseOptions
-from shmserve.gateway.openai.reading import Reading
-from shmserve.gateway.openai.texts import Delta, Usage
+from shmserve.gateway.openai.reading import TextReading
+from shmserve.gateway.openai.texts import Delta, TokenUsage
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXTS = ("input_text", "output_text", "text")
@@ -239,7 +239,7 @@ _TEXT_ITEMS = {
 class ResponsesFormat(ChatFormat):
     """A response, or the events of its stream. It has one choice."""
 
-    def __init__(self, response_id: str, created: int, request: ResponsesRequest, reading: Reading) -> None:
+    def __init__(self, response_id: str, created: int, request: ResponsesRequest, reading: TextReading) -> None:
         super().__init__(ResponseOptions(response_id, request.model, created), reading)
         self._number = 0
         self._items: list[dict[str, Any]] = []
@@ -279,7 +279,7 @@ class ResponsesFormat(ChatFormat):
         self._grow(choice, delta)
         return len(delta.thought) + len(delta.text)
 
-    def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
+    def whole(self, choices: list[Choice], usage: TokenUsage) -> list[Buffer]:
         self._reason(choices[0].finish or "stop", choices[0])
         self._finish_items()
         return [_encode(self._final(choices[0], usage))]
@@ -302,7 +302,7 @@ class ResponsesFormat(ChatFormat):
             events += self._finish_items()
         return first + b"".join(events)
 
-    def end(self, choices: list[Choice], usage: Usage) -> bytes:
+    def end(self, choices: list[Choice], usage: TokenUsage) -> bytes:
         final = self._final(choices[0], usage)
         return self._event(f"response.{final['status']}", response=final)
 
@@ -387,7 +387,7 @@ class ResponsesFormat(ChatFormat):
             events.append(self._done(at))
         return events
 
-    def _final(self, choice: Choice, usage: Usage) -> dict[str, Any]:
+    def _final(self, choice: Choice, usage: TokenUsage) -> dict[str, Any]:
         document = {**self._document, "status": "completed", "output": self._items, "usage": _usage(usage)}
         if choice.finish == "length":
             document |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
@@ -398,7 +398,7 @@ def _part(kind: _TextItem, text: str) -> dict[str, Any]:
     return {"type": kind.part, "text": text, **kind.part_fields}
 
 
-def _usage(usage: Usage) -> dict[str, Any] | None:
+def _usage(usage: TokenUsage) -> dict[str, Any] | None:
     if usage.prompt is None or usage.completion is None:
         return None
     return {

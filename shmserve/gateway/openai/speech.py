@@ -20,7 +20,7 @@ from shmserve.gateway.openai.bodies import CompletionRequest
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.formats import DONE, Choice
 from shmserve.gateway.openai.models import AUDIO, PROMPT, SEGMENTS, LanguageModel
-from shmserve.gateway.openai.texts import Delta, Usage
+from shmserve.gateway.openai.texts import Delta, TokenUsage
 from shmserve.gateway.upstream.exchange import JSON
 
 _TEXT = b"text/plain; charset=utf-8"
@@ -90,7 +90,7 @@ class TranscriptionFormat:
         self._segments += delta.segments or ()
         return choice.add_text(delta.text)
 
-    def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
+    def whole(self, choices: list[Choice], usage: TokenUsage) -> list[Buffer]:
         text: list[Buffer] = [*choices[0].texts]
         match self._format:
             case "json":
@@ -114,7 +114,7 @@ class TranscriptionFormat:
         self.add(choice, delta)
         return event(_encode({"type": "transcript.text.delta", "delta": delta.text}))
 
-    def end(self, choices: list[Choice], usage: Usage) -> bytes:
+    def end(self, choices: list[Choice], usage: TokenUsage) -> bytes:
         text = b"".join(choices[0].texts)
         return event(b'{"type":"transcript.text.done","text":"%b"%b}' % (text, self._counted(usage))) + DONE
 
@@ -131,7 +131,7 @@ class TranscriptionFormat:
             text = f"the output '{SEGMENTS}' of the model is not a list of objects with 'start', 'end' and 'text'"
             raise ModelFailed(text) from None
 
-    def _counted(self, usage: Usage) -> bytes:
+    def _counted(self, usage: TokenUsage) -> bytes:
         """The field with the number of tokens, if the model counts them."""
         if usage.prompt is None or usage.completion is None:
             return b""

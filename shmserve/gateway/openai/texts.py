@@ -71,7 +71,7 @@ _FIELDS = {
 """Output of the model -> the field that has its string for a choice."""
 
 
-class Usage(Struct):
+class TokenUsage(Struct):
     """Number of tokens; None: the model does not count them."""
 
     prompt: int | None = None
@@ -86,7 +86,7 @@ class PartReader:
     """Reads the parts of one request, which has `count` choices. `usage`: the tokens so far."""
 
     def __init__(self, model: str, count: int) -> None:
-        self.usage = Usage()
+        self.usage = TokenUsage()
         self._model = model
         self._count = count
         self._incomplete: dict[int, codecs.IncrementalDecoder] = {}

@@ -12,7 +12,7 @@ from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.bodies import ChatRequest, CompletionRequest
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.formats import Choice
-from shmserve.gateway.openai.texts import Delta, Usage
+from shmserve.gateway.openai.texts import Delta, TokenUsage
 from shmserve.gateway.upstream.exchange import JSON
 
 PROMPT_BYTES = 1 << 20
@@ -84,7 +84,7 @@ class TokenizeFormat:
         self._count += len(delta.token_ids)
         return len(self._tokens[-1])
 
-    def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
+    def whole(self, choices: list[Choice], usage: TokenUsage) -> list[Buffer]:
         head = _encode({"count": self._count, "max_model_len": usage.context, "token_strs": None})
         return [head[:-1] + b',"tokens":[', *self._tokens, b"]}"]
 
@@ -102,7 +102,7 @@ class CountFormat:
         self._count += len(delta.token_ids or ())
         return 0
 
-    def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
+    def whole(self, choices: list[Choice], usage: TokenUsage) -> list[Buffer]:
         return [_encode({**self._more, "input_tokens": self._count})]
 
 
@@ -112,5 +112,5 @@ class DetokenizeFormat:
     def add(self, choice: Choice, delta: Delta) -> int:
         return choice.add_text(delta.text)
 
-    def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
+    def whole(self, choices: list[Choice], usage: TokenUsage) -> list[Buffer]:
         return [b'{"prompt":"', *choices[0].texts, b'"}']

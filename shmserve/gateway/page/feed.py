@@ -60,7 +60,7 @@ Document = dict[str, Any]
 _FIGURES = _encode([{"key": one.key, "name": one.name, "unit": one.unit, "help": one.help} for one in FIGURES])
 
 
-class Row(Struct):
+class VersionRow(Struct):
     """`entry`: as received, to compare with, but with figures instead of `language`, what engines have counted.
     `changed`: number of the event. `rates`: of the interval before it."""
 
@@ -82,7 +82,7 @@ class Row(Struct):
         return {"queue": self.entry.get("queued", 0), "running": self.entry.get("in_flight", 0)}
 
 
-class Rows:
+class VersionRows:
     """`timeline`: learns of changes. `number`: number of the last event before the first one of these rows."""
 
     def __init__(self, timeline: Timeline, number: int = 0) -> None:
@@ -91,13 +91,13 @@ class Rows:
         """Number of the last event."""
         self.complete_since = number + 1
         """A viewer that has not received this event needs everything: some removals before it are no longer known."""
-        self._rows: dict[Key, Row] = {}
+        self._rows: dict[Key, VersionRow] = {}
         self._gone: dict[Key, int] = {}
         """Removed version -> the event of its removal."""
 
     def update(
         self, models: list[Document], seconds: float, names: Iterable[str] | None = None
-    ) -> Generator[None, None, list[Row]]:
+    ) -> Generator[None, None, list[VersionRow]]:
         """Makes the new state the next event. A generator, so that other work can run in between. Returns the rows that
         changed. `seconds`: the time since the last state. `names`: the models that may have changed; None: all."""
         number = self.number + 1
@@ -124,7 +124,7 @@ class Rows:
                 self._timeline.compare_versions(number, row.entry, entry)
             ready = sum(one["state"] == "ready" for one in entry.get("instances", ()))
             changes = rates(row.entry if row is not None else None, entry, seconds, ready)
-            self._rows[key] = row = Row(entry, number, cpu_seconds, changes, language)
+            self._rows[key] = row = VersionRow(entry, number, cpu_seconds, changes, language)
             self._gone.pop(key, None)
             changed.append(row)
         for key in missing:
@@ -136,7 +136,7 @@ class Rows:
         self.number = number
         return changed
 
-    def versions(self) -> list[Row]:
+    def versions(self) -> list[VersionRow]:
         """Those of versions that have been loaded."""
         return [row for (_, version), row in self._rows.items() if version]
 
@@ -147,7 +147,7 @@ class Rows:
         return b"[" + b",".join(rows) + b"]", _encode(gone)
 
 
-def _text(row: Row) -> bytes:
+def _text(row: VersionRow) -> bytes:
     if not row.text:
         entry = dict(row.entry)
         if "instances" in entry:
@@ -159,7 +159,7 @@ def _text(row: Row) -> bytes:
     return row.text
 
 
-def _shown(row: Row) -> tuple[str, str, Document | None]:
+def _shown(row: VersionRow) -> tuple[str, str, Document | None]:
     """The rates of a version, without empty ones; None if they are unknown."""
     known = row.rates["requests_per_s"] is not None
     return *row.key, _filled({name: row.rates[key] for name, key in RATES.items()}) if known else None
@@ -217,7 +217,7 @@ class PageFeed:
         self._viewers: dict[Viewer, None] = {}
         self._callers: Counter[str] = Counter()
         self._timeline = Timeline()
-        self._rows = Rows(self._timeline)
+        self._rows = VersionRows(self._timeline)
         self._server: Document | None = None
         """The server as last seen, also before an outage."""
         self._time_ns = 0
@@ -301,7 +301,7 @@ class PageFeed:
         self._link.send_soon()
 
     def failed(self, error: ServeError) -> None:
-        self._rows = Rows(self._timeline, self._rows.number)
+        self._rows = VersionRows(self._timeline, self._rows.number)
         self._time_ns = 0
         self._facts = b""
         self._error = str(error)
@@ -332,7 +332,7 @@ class PageFeed:
         facts = {name: document[name] for name in ("time_ns", "server", "gpus")} | {"total": total}
         self._facts = _encode(facts | {"rates": [_shown(row) for row in changed if row.entry["version"]]})[1:-1]
 
-    def _record(self, second: int, seconds: float, changed: Iterable[Row]) -> Document:
+    def _record(self, second: int, seconds: float, changed: Iterable[VersionRow]) -> Document:
         """Returns the values of all versions together."""
         times: Counter[int] = Counter()
         answered = waited = 0.0

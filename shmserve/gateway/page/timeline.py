@@ -17,7 +17,7 @@ NOT_LOADED = "NOT LOADED"
 Document = Mapping[str, Any]
 
 
-class Event(Struct, omit_defaults=True):
+class TimelineEvent(Struct, omit_defaults=True):
     """`number`: of the event of the stream that is the first to have it. `time`: in seconds since 1970."""
 
     number: int
@@ -30,12 +30,12 @@ class Event(Struct, omit_defaults=True):
 
 class Timeline:
     def __init__(self) -> None:
-        self._events: deque[Event] = deque(maxlen=KEPT)
+        self._events: deque[TimelineEvent] = deque(maxlen=KEPT)
 
     def add(self, number: int, text: str, bad: bool, model: str = "", version: str = "") -> None:
-        self._events.append(Event(number, round(time.time(), 3), text, bad, model, version))
+        self._events.append(TimelineEvent(number, round(time.time(), 3), text, bad, model, version))
 
-    def since(self, number: int) -> list[Event]:
+    def since(self, number: int) -> list[TimelineEvent]:
         return [event for event in self._events if event.number > number]
 
     def compare_servers(self, number: int, before: Document, after: Document) -> None:

@@ -86,7 +86,7 @@ class FixedDocument(Struct):
     document: Any
 
 
-class Arguments(Struct):
+class QueryArguments(Struct):
     """The arguments of a request besides its route. Each action uses some of them."""
 
     only_ready: bool = False
@@ -100,7 +100,7 @@ class Arguments(Struct):
     settings: dict[str, Any] | None = None
 
 
-def query_of(route: Route, arguments: Arguments, regions: Regions, caller: Caller) -> BrokerQuery | FixedDocument:
+def query_of(route: Route, arguments: QueryArguments, regions: Regions, caller: Caller) -> BrokerQuery | FixedDocument:
     """The query, or the document if no query is needed. Raises the errors that the client receives."""
     model, version = route.model, route.version
     match route.action:
@@ -241,26 +241,26 @@ class _DeviceOrder(Struct):
     byte_size: int
 
 
-def arguments_of(route: Route, body: bytes) -> Arguments:
+def arguments_of(route: Route, body: bytes) -> QueryArguments:
     """Decodes the arguments in a JSON body."""
     match route.action:
         case Action.MODELS:
-            return Arguments(only_ready=_only_ready(body))
+            return QueryArguments(only_ready=_only_ready(body))
         case Action.LOAD:
             return _of_load(_read(_Load, body).parameters)
         case Action.UNLOAD:
             values = _read(_Unload, body).parameters
-            return Arguments(unload_dependents=values.unload_dependents, force=values.force)
+            return QueryArguments(unload_dependents=values.unload_dependents, force=values.force)
         case Action.MEMORY_REGISTER if route.kind == "system":
-            return Arguments(order=_read(Registration, body))
+            return QueryArguments(order=_read(Registration, body))
         case Action.MEMORY_REGISTER:
             query = _read(_DeviceOrder, body)
-            return Arguments(order=DeviceOrder(handle_of(query.raw_handle.b64), query.device_id, query.byte_size))
+            return QueryArguments(order=DeviceOrder(handle_of(query.raw_handle.b64), query.device_id, query.byte_size))
         case Action.SET_TRACE | Action.SET_LOG:
             if len(body) > _SETTINGS_BYTES:
                 raise InvalidRequest(f"the settings have {len(body)} bytes; the limit is {_SETTINGS_BYTES}")
-            return Arguments(settings=_read(dict[str, Any], body))
-    return Arguments()
+            return QueryArguments(settings=_read(dict[str, Any], body))
+    return QueryArguments()
 
 
 def _read(kind: Any, body: bytes) -> Any:
@@ -292,9 +292,9 @@ def _only_ready(body: bytes) -> bool:
         raise unreadable(error) from None
 
 
-def _of_load(parameters: dict[str, str | bool | int]) -> Arguments:
+def _of_load(parameters: dict[str, str | bool | int]) -> QueryArguments:
     """`config`; files in base64 under the names "file:PATH"; `previous` and `versions`."""
-    arguments = Arguments(files={})
+    arguments = QueryArguments(files={})
     for name, value in parameters.items():
         if name == "versions" and not isinstance(value, bool):
             arguments.versions = versions_of_load(str(value))
@@ -328,7 +328,7 @@ def versions_of_load(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def _loading(model: str, arguments: Arguments) -> tuple[str, Body]:
+def _loading(model: str, arguments: QueryArguments) -> tuple[str, Body]:
     try:
         if arguments.files and arguments.config is None:
             raise InvalidRequest(

@@ -14,7 +14,7 @@ from shmserve.errors import Internal, InvalidRequest, ServeError, Unavailable, U
 from shmserve.gateway.kserve.answers import Buffer, Held
 from shmserve.gateway.limits.backlog import InputBacklog
 from shmserve.gateway.limits.bounded_cache import BoundedCache
-from shmserve.gateway.limits.caller_shares import ShareBounds, Shares
+from shmserve.gateway.limits.caller_shares import CallerShares, ShareBounds
 from shmserve.gateway.limits.turns import COPY_BYTES, JobTurns, ReadTurns, SlicedWork
 from shmserve.gateway.upstream.receive import Room
 from shmserve.protocol.messages import INLINE_BYTES, Fail, Infer, Part, Reply, Tensor
@@ -201,7 +201,7 @@ class GatewayLink:
             raise InvalidRequest(
                 f"a gateway must run on the server's machine and use its Unix socket, not {address.url}"
             )
-        self.shares = Shares(bounds or ShareBounds(input_bytes=memory_bytes))
+        self.shares = CallerShares(bounds or ShareBounds(input_bytes=memory_bytes))
         self._configs: BoundedCache[str, Any] = BoundedCache(KNOWN_CONFIGS)
         """Configurations by the names with which they were asked for: those of models, with or without a namespace."""
         self._link = make_link(

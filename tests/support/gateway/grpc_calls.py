@@ -12,7 +12,7 @@ from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.grpc.methods import Methods
 from shmserve.gateway.grpc.services import Services
 from shmserve.gateway.kserve.answers import Held
-from shmserve.gateway.limits.caller_shares import Payer, Shares
+from shmserve.gateway.limits.caller_shares import CallerShares, Payer
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.grpc.messages import INFERENCE
 from shmserve.protocol.messages import Part, Reply, Tensor
@@ -61,7 +61,7 @@ class Stream:
     def __init__(self, path: str, **metadata: str) -> None:
         self.path = path
         self.metadata = metadata
-        self.shares = Shares().connect("127.0.0.1")
+        self.shares = CallerShares().connect("127.0.0.1")
         self.writable = True
         self.paused = False
         self.sent: list[bytes] = []

@@ -19,7 +19,7 @@ from shmserve.gateway.http2.protocol import Http2
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.backlog import InputBacklog
 from shmserve.gateway.limits.body_budget import Budget
-from shmserve.gateway.limits.caller_shares import Shares
+from shmserve.gateway.limits.caller_shares import CallerShares
 from shmserve.gateway.limits.turns import JobTurns, ReadTurns
 from shmserve.gateway.upstream.receive import Room
 from tests.support.gateway.http2_frames import GOAWAY, HEADERS, message
@@ -75,7 +75,7 @@ class Host:
     ) -> None:
         self.budget = Budget(held_bytes)
         self.limits = Http2Limits(**limits)
-        self.shares = Shares()
+        self.shares = CallerShares()
         self.loop = cast(Any, ManualLoop())
         self.turns = JobTurns(self.loop)
         self.reads = ReadTurns(self.loop)

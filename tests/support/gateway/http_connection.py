@@ -14,7 +14,7 @@ from shmserve.gateway.http.routes import NoRoute
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.backlog import InputBacklog
 from shmserve.gateway.limits.body_budget import Budget
-from shmserve.gateway.limits.caller_shares import Shares
+from shmserve.gateway.limits.caller_shares import CallerShares
 from shmserve.gateway.limits.turns import JobTurns, ReadTurns
 from shmserve.gateway.upstream.receive import ReceiveBuffer
 from shmserve.protocol.roles import ROLES
@@ -92,7 +92,11 @@ class Echo:
 def shared(loop: Any) -> Any:
     """The link of a listener, as far as it has what all endpoints share."""
     return SimpleNamespace(
-        bind=lambda: loop, shares=Shares(), turns=JobTurns(loop), reads=ReadTurns(loop), backlog=InputBacklog(loop)
+        bind=lambda: loop,
+        shares=CallerShares(),
+        turns=JobTurns(loop),
+        reads=ReadTurns(loop),
+        backlog=InputBacklog(loop),
     )
 
 
@@ -102,8 +106,8 @@ def http_listener(budget: Budget | None = None, heads: HttpHeads | None = None, 
     return SimpleNamespace(
         turn=0, now=lambda: 0.0, stopping=False, heads=heads or HttpHeads(EndpointAccess(ROLES)),
         limits=HttpLimits(**limits), loop=loop, turns=JobTurns(loop), reads=ReadTurns(loop), backlog=InputBacklog(loop),
-        enter=lambda connection: True, leave=lambda connection: None, budget=budget or Budget(1 << 30), shares=Shares(),
-        answered=lambda status: None, min_bytes=10, idle_turns=100,
+        enter=lambda connection: True, leave=lambda connection: None, budget=budget or Budget(1 << 30),
+        answered=lambda status: None, min_bytes=10, idle_turns=100, shares=CallerShares(),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shmserve.errors import Unavailable
 from shmserve.gateway.http.connection import HttpExchange
 from shmserve.gateway.limits.body_budget import Budget, BudgetAccount
-from shmserve.gateway.limits.caller_shares import ShareBounds, Shares
+from shmserve.gateway.limits.caller_shares import CallerShares, ShareBounds
 from shmserve.gateway.limits.proxies import TrustedProxies, networks_of
 from shmserve.gateway.upstream.receive import FIRST_BYTES, PART, WINDOW_BYTES, ReceiveBuffer, Room
 from tests.support.cases import cases
@@ -174,7 +174,7 @@ def test_announced_messages_of_grpc_are_not_counted() -> None:
 def test_bodies_count_for_the_callers_of_a_proxy() -> None:
     budget = Budget(4 * MIB)
     listener = http_listener(budget)
-    listener.shares = Shares(BEHIND_A_PROXY)
+    listener.shares = CallerShares(BEHIND_A_PROXY)
 
     def sends(caller: str) -> list[int]:
         """Sends a large part of a body, through a connection of its own."""
@@ -190,7 +190,7 @@ def test_bodies_count_for_the_callers_of_a_proxy() -> None:
 
 def test_messages_count_for_the_callers_of_a_proxy_that_share_a_connection() -> None:
     host = Host(message_bytes=64 * MIB, held_bytes=16 * MIB)
-    host.shares = Shares(BEHIND_A_PROXY)
+    host.shares = CallerShares(BEHIND_A_PROXY)
     proxy = Caller(host, address="192.0.2.1")
 
     def sends(caller: str, size: int) -> int:

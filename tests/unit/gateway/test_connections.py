@@ -8,7 +8,7 @@ from typing import Any
 
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.limits.body_budget import Budget
-from shmserve.gateway.listeners.callers import EVICTED, Callers
+from shmserve.gateway.listeners.callers import EVICTED, EndpointListener
 from tests import ROOT
 from tests.support.gateway.http_connection import connected, http_listener, post, receive, shared
 
@@ -25,9 +25,9 @@ class Connection:
         self.evicted += 1
 
 
-def callers(connections: int) -> Callers:
+def callers(connections: int) -> EndpointListener:
     loop: Any = SimpleNamespace(call_later=lambda *_: None, call_soon=lambda _: None, time=lambda: 0.0)
-    return Callers(shared(loop), lambda *_: None, HttpLimits(connections=connections), 1.0, Budget())
+    return EndpointListener(shared(loop), lambda *_: None, HttpLimits(connections=connections), 1.0, Budget())
 
 
 def test_a_full_endpoint_closes_the_longest_idle_connections() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.gateway.limits.caller_shares import PAYERS, ShareBounds, Shares
+from shmserve.gateway.limits.caller_shares import PAYERS, CallerShares, ShareBounds
 from shmserve.gateway.limits.proxies import TrustedProxies, named_in, networks_of
 from shmserve.gateway.listeners.proxy_header import HEADER_BYTES, BadProxyHeader, client_in, size_of
 from tests.support.cases import cases
@@ -49,7 +49,7 @@ def test_either_header_names_the_caller() -> None:
 
 
 def test_only_a_trusted_proxy_names_callers() -> None:
-    shares = Shares(ShareBounds(proxies=PROXIES))
+    shares = CallerShares(ShareBounds(proxies=PROXIES))
     proxy, other = shares.connect("10.0.0.1"), shares.connect("203.0.113.1")
     assert [proxy.payer("", named).name for named in ("203.0.113.9", "203.0.113.8", "")] == [
         "203.0.113.9",
@@ -62,13 +62,13 @@ def test_only_a_trusted_proxy_names_callers() -> None:
     assert (proxy.address("203.0.113.9"), other.address("203.0.113.9")) == ("203.0.113.9", "203.0.113.1")
     assert shares.ignored == 1
     assert "shmserve_gateway_forwarded_ignored_total 1" in shares.metrics()
-    plain = Shares()
+    plain = CallerShares()
     assert plain.connect("10.0.0.1").payer("", "203.0.113.9").name == "10.0.0.1"
     assert plain.ignored == 0, "the header is not expected"
 
 
 def test_the_callers_of_a_proxy_are_forgotten_when_idle() -> None:
-    shares = Shares(ShareBounds(proxies=PROXIES))
+    shares = CallerShares(ShareBounds(proxies=PROXIES))
     proxy = shares.connect("10.0.0.1")
     busy = proxy.payer("", "203.0.113.9")
     busy.take(0)

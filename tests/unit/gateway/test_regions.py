@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from shmserve.errors import AlreadyExists, Internal, InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.gateway.kserve.plans import RegionSlice, RequestOptions, RequestPlan
-from shmserve.gateway.limits.caller_shares import Shares
+from shmserve.gateway.limits.caller_shares import CallerShares
 from shmserve.gateway.upstream.device_regions import DeviceOrder
 from shmserve.gateway.upstream.regions import Region, Regions, Registration
 from shmserve.gateway.upstream.requests import ModelRequest, PendingCall, RequestSender
@@ -192,7 +192,7 @@ def test_the_configuration_is_queried_only_if_a_worker_could_write_there(
     regions.register("r", Registration(key, 8192), ME)
     plan = RequestPlan((), 0, RequestOptions(), ["y"], places={"y": RegionSlice("r", 0, size)})
     sender = RequestSender(link, regions)
-    payer = Shares().connect("127.0.0.1").payer("")
+    payer = CallerShares().connect("127.0.0.1").payer("")
     sender.infer(Call(), ModelRequest(payer, "m", "", plan, [], ""), window)
     sender.infer(Call(), ModelRequest(payer, "m", "", plan, [], ""), window)
     assert questions == asked

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from shmserve.errors import ServeError, Unavailable
 from shmserve.gateway.limits.caller_shares import (
+    CallerShares,
     Charged,
     ConnectionShares,
     Payer,
     ShareBounds,
-    Shares,
     network_of,
     release,
 )
@@ -46,17 +46,17 @@ def fill(payer: Payer, most: int, size: int = 0) -> list[Charged]:
     return charged
 
 
-def pool(calls: int, bounds: ShareBounds) -> Shares:
-    shares = Shares(bounds)
+def pool(calls: int, bounds: ShareBounds) -> CallerShares:
+    shares = CallerShares(bounds)
     shares.limits({"client_requests": calls})
     return shares
 
 
-def counts(shares: Shares) -> tuple[int, int]:
+def counts(shares: CallerShares) -> tuple[int, int]:
     return shares.requests.total.calls, shares.requests.total.input_bytes
 
 
-def counts_by_key(shares: Shares) -> tuple[Counter[str], Counter[str]]:
+def counts_by_key(shares: CallerShares) -> tuple[Counter[str], Counter[str]]:
     """Calls of each address and of each token that has an account."""
     keyed = shares.requests._addresses, shares.requests._tokens  # noqa: SLF001 - only memory would show it
     by_address, by_token = (Counter({key: one.calls for key, one in of.items()}) for of in keyed)
@@ -64,20 +64,20 @@ def counts_by_key(shares: Shares) -> tuple[Counter[str], Counter[str]]:
 
 
 def test_nine_connections_of_one_address_leave_room_for_others() -> None:
-    shares = Shares()
+    shares = CallerShares()
     attackers = [shares.connect("10.0.0.1").payer("") for _ in range(9)]
     taken = [len(fill(attacker, 1000)) for attacker in attackers]
     assert 2048 <= sum(taken) <= 4096
     assert len(fill(shares.connect("10.0.0.1").payer(""), 1000)) >= 50, "at the same address"
     assert len(fill(shares.connect("10.0.0.2").payer(""), 10_000)) >= 1000, "at another address"
-    local = Shares()
+    local = CallerShares()
     for _ in range(9):
         fill(local.connect("127.0.0.1").payer(""), 1000)
     assert len(fill(local.connect("127.0.0.1").payer(""), 1000)) >= 100
 
 
 def test_many_connections_of_one_address_leave_new_ones_a_call() -> None:
-    shares = Shares()
+    shares = CallerShares()
     for _ in range(1500):
         fill(shares.connect("10.0.0.1").payer(""), 1000)
     assert len(fill(shares.connect("10.0.0.1").payer(""), 1000)) == 1
@@ -110,7 +110,7 @@ def test_a_full_address_refuses_its_largest_connections() -> None:
 
 
 def test_input_bytes_have_shares_and_one_request_always_fits() -> None:
-    shares = Shares(ShareBounds(input_bytes=4000))
+    shares = CallerShares(ShareBounds(input_bytes=4000))
     first, second = (shares.connect("10.0.0.1").payer("") for _ in range(2))
     assert len(fill(first, 10, 400)) == 2
     share = r"its share \(--limit caller_share\) of 4000 bytes \(--limit gateway_input_bytes\)"
@@ -140,7 +140,7 @@ def test_queries_have_shares_of_their_own() -> None:
 
 
 def test_a_call_is_released_once() -> None:
-    shares = Shares()
+    shares = CallerShares()
     payer = shares.connect("10.0.0.1").payer("bob")
 
     class Parts(PendingStream):

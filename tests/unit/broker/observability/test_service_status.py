@@ -18,7 +18,7 @@ from shmserve.broker.processes.workers import worker_environment
 from shmserve.core.owners.model import Model
 from shmserve.core.records import Version
 from shmserve.core.states import VersionState
-from shmserve.gateway.main import Service
+from shmserve.gateway.main import ServiceState
 from shmserve.system.service_manager import VARIABLES, ServiceManager
 from tests.support.patience import PATIENCE_S
 
@@ -240,7 +240,7 @@ def test_the_watchdog_is_notified_only_while_the_loop_runs(loop: Any, address: s
 
 
 def test_a_gateway_notifies_readiness_and_the_watchdog(ear: Ear, address: str, loop: Any, caplog: Any) -> None:
-    service = Service(loop, ServiceManager({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "400000"}, 1))
+    service = ServiceState(loop, ServiceManager({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "400000"}, 1))
     assert ear.hear() == {"WATCHDOG": "1"}
     service.ready({"http": 8000, "metrics": 8002})
     assert ear.hear() == {"READY": "1", "STATUS": "listening: http on port 8000, metrics on port 8002"}
@@ -254,7 +254,7 @@ def test_a_gateway_notifies_readiness_and_the_watchdog(ear: Ear, address: str, l
     assert ear.hear()["STOPPING"] == "1"
     service.close()
     manager = ServiceManager({"WATCHDOG_USEC": "20000"}, 1)
-    service = Service(loop, manager)
+    service = ServiceState(loop, manager)
     service.ready({})
     service.stopping()
     service.close()

@@ -15,7 +15,7 @@ from shmserve.gateway.auth.actions import PAGE
 from shmserve.gateway.http import openapi
 from shmserve.gateway.http.routes import PATHS, resolve
 from shmserve.gateway.kserve.plans import plan_of
-from shmserve.gateway.upstream.documents import Arguments, Route, query_of
+from shmserve.gateway.upstream.documents import QueryArguments, Route, query_of
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.actions import Action
 from shmserve.protocol.roles import QUERIES, names
@@ -52,7 +52,7 @@ def test_all_routes_are_documented_and_resolved() -> None:
 
 def has_query(action: Action) -> bool:
     try:
-        query_of(Route(action, "m", kind="system"), Arguments(), Regions(False), ("", ""))
+        query_of(Route(action, "m", kind="system"), QueryArguments(), Regions(False), ("", ""))
     except ServeError as error:  # of this gateway, or of the handler
         return "this gateway does not support the request" not in str(error)
     return True

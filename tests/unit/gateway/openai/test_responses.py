@@ -18,7 +18,7 @@ from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest, ModelFailed, Unavailable
 from shmserve.gateway.kserve.answers import Buffer, Held
 from shmserve.gateway.kserve.plans import InputPlan, RequestOptions, RequestPlan
-from shmserve.gateway.limits.caller_shares import ShareExceeded, Shares
+from shmserve.gateway.limits.caller_shares import CallerShares, ShareExceeded
 from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES, SlicedWork
 from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.formats import (
@@ -35,7 +35,7 @@ from shmserve.gateway.openai.formats import (
 )
 from shmserve.gateway.openai.generation import AT_ONCE, Generation
 from shmserve.gateway.openai.requests import OpenAiRequests
-from shmserve.gateway.openai.texts import Delta, PartReader, Usage
+from shmserve.gateway.openai.texts import Delta, PartReader, TokenUsage
 from shmserve.protocol.messages import Part, Tensor
 from tests.support.cases import cases
 from tests.support.gateway.openai_caller import OpenAiCaller
@@ -94,7 +94,7 @@ def test_types_of_numbers(dtype: str) -> None:
     reader = PartReader("m", 2)
     added(reader, part(dtype, text_output=[b"a", b"b"], num_input_tokens=[300], num_output_tokens=[3, 4]))
     added(reader, part(dtype, text_output=[b"a", b"b"], num_cached_tokens=[200]))
-    assert reader.usage == Usage(300, 7, cached=200)
+    assert reader.usage == TokenUsage(300, 7, cached=200)
     (delta,) = added(PartReader("m", 1), part(dtype, text_output=[b"a"], token_ids=[5, 300]))
     assert delta.token_ids == [5, 300]
     first, second = added(PartReader("m", 2), part(text_output=[b"a", b"b"], token_ids=[b"[5]", b"[6, 7]"]))
@@ -208,7 +208,7 @@ def test_the_chunks_add_up_to_the_whole_response(
     assert all(("usage" in chunk) == shows_usage for chunk in chunks)
     choices = [chunk["choices"][0] for chunk in chunks]
     assert {choice["index"] for choice in choices} == {1}
-    (answer,) = json.loads(b"".join(found.whole([whole], Usage(1, 2))))["choices"]
+    (answer,) = json.loads(b"".join(found.whole([whole], TokenUsage(1, 2))))["choices"]
     if kind is ChatFormat:
         assert choices[0]["delta"] == {"role": "assistant", "content": ""}
         assert "".join(choice["delta"].get("content", "") for choice in choices) == answer["message"]["content"]
@@ -224,7 +224,7 @@ def test_text_beside_tool_calls() -> None:
     (last,) = chunks[-1]["choices"]
     assert (last["delta"]["content"], last["finish_reason"]) == ("a", "tool_calls")
     found.add(choice, Delta("a", "stop"))
-    message = json.loads(b"".join(found.whole([choice], Usage())))["choices"][0]["message"]
+    message = json.loads(b"".join(found.whole([choice], TokenUsage())))["choices"][0]["message"]
     assert (message["content"], len(message["tool_calls"])) == ("a", 1)
 
 
@@ -235,7 +235,7 @@ def test_log_probabilities_of_a_whole_response(kind: type[ChatFormat | Completio
     entries = [{"5": {"logprob": -1.0 - index, "decoded_token": word}} for index, word in enumerate(("a", "bc", "d"))]
     for some in (entries[:2], entries[2:]):
         assert found.add(choice, Delta("x", logprobs=some)) > 0
-    (answer,) = json.loads(b"".join(found.whole([choice, Choice()], Usage())))["choices"][:1]
+    (answer,) = json.loads(b"".join(found.whole([choice, Choice()], TokenUsage())))["choices"][:1]
     tokens = logprobs_of(Delta("", logprobs=entries), 1)
     expected = chat_logprobs(tokens) if kind is ChatFormat else completion_logprobs(tokens, 0)
     assert answer["logprobs"] == expected
@@ -247,7 +247,7 @@ def test_log_probabilities_of_a_prompt_and_its_text() -> None:
     prompt = [None, {"7": {"logprob": -2.0, "rank": 2, "decoded_token": " so"}, **likely}, likely]
     text = [{"5": {"logprob": -3.0, "rank": 1, "decoded_token": "Yes"}}]
     found.add(choice, Delta("Yes", logprobs=text, prompt_logprobs=prompt))
-    (answer,) = json.loads(b"".join(found.whole([choice], Usage())))["choices"]
+    (answer,) = json.loads(b"".join(found.whole([choice], TokenUsage())))["choices"]
     assert answer["text"] == "Why so?Yes"
     assert answer["logprobs"] == {
         "text_offset": [0, 3, 6, 7],
@@ -261,7 +261,7 @@ def test_log_probabilities_of_a_prompt_and_its_text() -> None:
 
 def test_choices_share_the_json_of_their_prompt() -> None:
     found, echo = CompletionFormat(OPTIONS), Echo("é" * 1000)
-    parts = found.whole([Choice(echo) for _ in range(100)], Usage())
+    parts = found.whole([Choice(echo) for _ in range(100)], TokenUsage())
     assert sum(part is echo.json for part in parts) == 100
     assert {choice["text"] for choice in json.loads(b"".join(parts))["choices"]} == {"é" * 1000}
 
@@ -270,7 +270,7 @@ def test_choices_share_the_json_of_their_prompt() -> None:
 def test_chunks_have_the_tokens_so_far(kind: type[ChatFormat | CompletionFormat]) -> None:
     found, choice = kind(replace(OPTIONS, shows_usage=True, continuous=True)), Choice()
     data = found.chunk(0, choice, Delta("a"))
-    choice.usage = Usage(5, 2, cached=4)
+    choice.usage = TokenUsage(5, 2, cached=4)
     data += found.chunk(0, choice, Delta("b", "stop", stop="c"))
     before, *_, last = documents(data)
     assert (before["usage"], last["choices"][0]["stop_reason"]) == (None, "c")
@@ -280,8 +280,8 @@ def test_chunks_have_the_tokens_so_far(kind: type[ChatFormat | CompletionFormat]
 
 def test_unknown_usage_is_omitted() -> None:
     found = ChatFormat(replace(OPTIONS, shows_usage=True))
-    assert "usage" not in json.loads(b"".join(found.whole([Choice()], Usage(1, None))))
-    assert documents(found.end([Choice()], Usage()).removesuffix(DONE))[0]["usage"] is None
+    assert "usage" not in json.loads(b"".join(found.whole([Choice()], TokenUsage(1, None))))
+    assert documents(found.end([Choice()], TokenUsage()).removesuffix(DONE))[0]["usage"] is None
 
 
 def generation(client: OpenAiCaller, prompts: int, as_events: bool = True, echoes: Sequence[Echo | None] = ()) -> None:
@@ -340,7 +340,7 @@ def planned(client: OpenAiCaller, size: int, **more: Any) -> list[RequestPlan]:
 
     sender: Any = client
     sender.infer = lambda ticket, request, window: plans.append(request.plan)
-    client.link.shares = Shares()
+    client.link.shares = CallerShares()
     sender.placed_tensors = placed
     document = {"model": "m", "prompt": ["a", "b", "c"], "n": 2, "sampling_parameters": {"x": "y" * size}, **more}
     request = bodies.completion(json.dumps(document).encode())

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.gateway.page.feed import KEPT_GONE, SLICE, Rows
+from shmserve.gateway.page.feed import KEPT_GONE, SLICE, VersionRows
 from shmserve.gateway.page.timeline import Timeline
 from shmserve.protocol.rates import MEMORY_STEP
 from tests.support.hypothesis_profiles import examples
@@ -26,18 +26,18 @@ def instance(**more: Any) -> Document:
     return {"name": "m_0", "state": "ready", "pid": 7, "memory_bytes": 10 * MEMORY_STEP, "cpu_seconds": 1.5, **more}
 
 
-def update(rows: Rows, *models: Document, seconds: float = 1.0, names: Iterable[str] | None = None) -> None:
+def update(rows: VersionRows, *models: Document, seconds: float = 1.0, names: Iterable[str] | None = None) -> None:
     for _ in rows.update(copy.deepcopy(list(models)), seconds, names):
         pass
 
 
-def since(rows: Rows, number: int) -> tuple[list[Document], list[list[str]]]:
+def since(rows: VersionRows, number: int) -> tuple[list[Document], list[list[str]]]:
     changed, gone = rows.since(number)
     return json.loads(changed), json.loads(gone)
 
 
 def test_a_row_omits_empty_values() -> None:
-    rows = Rows(Timeline())
+    rows = VersionRows(Timeline())
     counters = {"success": 3, "failed": 0, "reasons": {}, "request_times": {17: 3}}
     update(rows, model("m", default=True, queued=0, counters=counters, instances=[instance(restarts=0)]))
     assert since(rows, 0) == (
@@ -58,7 +58,7 @@ def test_a_row_omits_empty_values() -> None:
 
 
 def test_an_idle_process_changes_nothing() -> None:
-    rows = Rows(Timeline())
+    rows = VersionRows(Timeline())
     update(rows, model("m", instances=[instance()]))
     update(rows, model("m", instances=[instance(cpu_seconds=2.5, memory_bytes=11 * MEMORY_STEP - 1)]))
     assert since(rows, 1) == ([], [])
@@ -69,7 +69,7 @@ def test_an_idle_process_changes_nothing() -> None:
 
 def test_figures_of_language_models_are_of_the_last_interval() -> None:
     """A model that has become idle is sent once more."""
-    rows = Rows(Timeline())
+    rows = VersionRows(Timeline())
     for tokens in (0, 50, 50, 50):
         update(rows, model("m", language={"generated_tokens": tokens, "slots": 4}))
     sent = [{row["name"]: row["figures"] for row in since(rows, number)[0]} for number in (0, 2, 3)]
@@ -81,11 +81,11 @@ def test_figures_of_language_models_are_of_the_last_interval() -> None:
 
 def test_other_work_runs_between_slices() -> None:
     models = [model(f"m{number}") for number in range(4 * SLICE)]
-    assert sum(1 for _ in Rows(Timeline()).update(models, 1.0)) == 4
+    assert sum(1 for _ in VersionRows(Timeline()).update(models, 1.0)) == 4
 
 
 def test_the_number_of_remembered_removals_is_bounded() -> None:
-    rows = Rows(Timeline())
+    rows = VersionRows(Timeline())
     update(rows, *[model(f"m{number}") for number in range(KEPT_GONE + 1)])
     update(rows, model("m0"))
     assert (rows.complete_since, len(since(rows, 1)[1])) == (1, KEPT_GONE)
@@ -105,7 +105,7 @@ def test_viewers_catch_up_after_missed_events(
 ) -> None:
     """Three viewers; each event reaches only some of them. `partial`: the broker sends only models that changed."""
     known: dict[tuple[str, str], int] = {}
-    rows = Rows(Timeline())
+    rows = VersionRows(Timeline())
     seen: list[dict[tuple[str, str], Document]] = [{}, {}, {}]
     numbers = [0, 0, 0]
     for state, reached in events:

@@ -12,7 +12,7 @@ import pytest
 
 import shmserve
 from shmserve.clients.cli.parser import parser
-from shmserve.gateway.limits.caller_shares import Shares
+from shmserve.gateway.limits.caller_shares import CallerShares
 from shmserve.gateway.limits.proxies import is_local
 from shmserve.gateway.zmq_tcp import start as zmqtcp_start
 from shmserve.gateway.zmq_tcp.keys import KeyEntry, parse
@@ -85,7 +85,7 @@ def test_files_of_keys() -> None:
 
 def test_a_packet_of_many_messages_is_processed_in_slices() -> None:
     session = Session("memfd", memory_bytes=1 << 24)
-    link = SimpleNamespace(session=session, shares=Shares(), cancel=session.cancel)
+    link = SimpleNamespace(session=session, shares=CallerShares(), cancel=session.cancel)
     host: Any = SimpleNamespace(link=link, limits=LIMITS, stopping=False, dirty=lambda peer: None)
     peer = Peer(host, b"me", 1, "key", KeyEntry(INFER, ""), "127.0.0.1")
     slices = peer.receive(msgpack.packb([HELLO, *[[4, number] for number in range(3)]]), [])
