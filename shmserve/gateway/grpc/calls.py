@@ -4,10 +4,9 @@ status code and a text."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
-from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable
+from shmserve.errors import InvalidRequest, NotFound, ServeError
 from shmserve.gateway.grpc.plans import RpcPlan
 from shmserve.gateway.grpc.rpcs import Rpc
 from shmserve.gateway.grpc.services import STOPPING, Services, code_of, rpc_error
@@ -17,7 +16,7 @@ from shmserve.gateway.kserve.answers import Buffer, Held, Targets, write_output
 from shmserve.gateway.kserve.status import grpc_text_of
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedJob
-from shmserve.gateway.upstream.documents import BrokerQuery, FixedDocument, YesOrNo, query_of
+from shmserve.gateway.upstream.documents import BrokerQuery, FixedDocument, query_of
 from shmserve.gateway.upstream.link import Piece
 from shmserve.gateway.upstream.receive import Room
 from shmserve.gateway.upstream.requests import PendingCall, PendingInference, PendingQuery, ask, serve_error, withdraw
@@ -216,8 +215,6 @@ _HEALTH = message_class("grpc.health.v1.HealthCheckResponse")
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = (
     filled(_HEALTH, {"status": name}) for name in ("SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
 )
-WATCH_S = 1.0
-"""Interval at which watched health is checked."""
 
 
 class CheckCall(Unary):
@@ -229,45 +226,35 @@ class CheckCall(Unary):
         service = read(_HEALTH_REQUEST, bytes(data)).service
         if service not in self._services.names:
             raise NotFound(f"unknown service '{service[:80]}'")
-        self._ticket = _ask_health(self._services, self._payer, self._answer)
+        query = BrokerQuery("ready")
+        ticket = PendingQuery(query, self._answer, lambda error: self._answer({"ready": False}))
+        ask(self._services.link, self._payer, ticket, query)
+        self._ticket = ticket
 
-    def _answer(self, health: bytes) -> None:
-        self._stream.send([health])
+    def _answer(self, document: Any) -> None:
+        self._stream.send([SERVING if document["ready"] else NOT_SERVING])
         self._stream.finish(0)
 
 
 class WatchCall(Unary):
     """Health: Watch. Sends the status at once, and again when it changes."""
 
-    __slots__ = ("_sent_status", "_timer")
+    __slots__ = ("_sent_status",)
 
     def __init__(self, services: Services, stream: TransportStream, payer: Payer) -> None:
         super().__init__(services, stream, payer)
         self._sent_status = b""
-        self._timer: Any = None
 
     def begin(self, data: Buffer) -> None:
         service = read(_HEALTH_REQUEST, bytes(data)).service
         self._services.enter(self)
         if service in self._services.names:
-            self._ask_again()
+            self._services.health.add(self)
         else:
             self._send_status(SERVICE_UNKNOWN)  # the protocol lets services appear later; here none does
 
-    def _ask_again(self) -> None:
-        self._timer = None
-        try:
-            self._ticket = _ask_health(self._services, self._payer, self._answer)
-        except Unavailable:  # over its share: keep the last status until a query is accepted
-            self._ask_later()
-
-    def _answer(self, health: bytes) -> None:
-        self._ticket = None
-        self._send_status(health)
-        self._ask_later()
-
-    def _ask_later(self) -> None:
-        self._timer = self._services.link.bind().call_later(WATCH_S, self._ask_again)
+    def show(self, ready: bool) -> None:
+        self._send_status(SERVING if ready else NOT_SERVING)
 
     def _send_status(self, health: bytes) -> None:
         if health != self._sent_status and self._stream.writable:
@@ -277,24 +264,10 @@ class WatchCall(Unary):
     def cancelled(self) -> None:
         super().cancelled()
         self._services.long_calls.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._services.health.remove(self)
 
     def stop(self) -> None:
         """The gateway is stopping."""
         self.cancelled()
         self._send_status(NOT_SERVING)
         self._stream.finish(Code.UNAVAILABLE, STOPPING)
-
-
-def _ask_health(services: Services, payer: Payer, answer: Callable[[bytes], None]) -> PendingCall:
-    def failed(error: ServeError) -> Any:
-        return YesOrNo(False)
-
-    question = BrokerQuery("ready", lambda document: YesOrNo(bool(document["ready"])), failed=failed)
-    ticket = PendingQuery(
-        question, lambda flag: answer(SERVING if flag.yes else NOT_SERVING), lambda error: answer(NOT_SERVING)
-    )
-    ask(services.link, payer, ticket, question)
-    return ticket

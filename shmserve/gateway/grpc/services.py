@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import asyncio
+from typing import Any, Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -21,13 +22,16 @@ from shmserve.gateway.upstream.documents import BadLoad
 from shmserve.gateway.upstream.link import GatewayLink, Piece, partial_room
 from shmserve.gateway.upstream.receive import Room
 from shmserve.gateway.upstream.regions import Regions
-from shmserve.gateway.upstream.requests import ModelRequest, RequestSender
+from shmserve.gateway.upstream.requests import NO_TIME, ModelRequest, RequestSender
 from shmserve.protocol.grpc.codes import Code, RpcError
 from shmserve.protocol.grpc.messages import HEALTH, INFERENCE
 from shmserve.protocol.messages import INLINE_BYTES
+from shmserve.session import Ticket
 from shmserve.shm.extents.base import ALIGN
 
 STOPPING = "the gateway is stopping"
+WATCH_S = 1.0
+"""Interval at which watched health is queried."""
 
 
 class LongCall(Protocol):
@@ -35,6 +39,69 @@ class LongCall(Protocol):
 
     def stop(self) -> None:
         """Called when the gateway stops: requests in flight are answered, then the call ends."""
+
+
+class HealthWatcher(Protocol):
+    """A call that reports changes of the server's health."""
+
+    def show(self, ready: bool) -> None: ...
+
+
+class _HealthQuery(Ticket):
+    __slots__ = ("_poll",)
+
+    def __init__(self, poll: HealthPoll) -> None:
+        self._poll = poll
+
+    def settle(self, answer: Any) -> None:
+        self._poll.take(bool(answer["ready"]))
+
+    def fail(self, error: ServeError) -> None:
+        self._poll.take(False)
+
+
+class HealthPoll:
+    """Queries the server's health while calls watch it, once for all of them. A watch is therefore not charged for its
+    queries."""
+
+    def __init__(self, link: GatewayLink) -> None:
+        self._link = link
+        self._watchers: dict[HealthWatcher, None] = {}
+        self._ready: bool | None = None
+        """The last answer; None: there is none yet."""
+        self._query: _HealthQuery | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, watcher: HealthWatcher) -> None:
+        self._watchers[watcher] = None
+        if self._ready is not None:
+            watcher.show(self._ready)
+        elif self._query is None:
+            self._ask()
+
+    def remove(self, watcher: HealthWatcher) -> None:
+        self._watchers.pop(watcher, None)
+        if self._watchers:
+            return
+        self._ready = None
+        if self._query is not None:
+            self._link.cancel(self._query)
+            self._query = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def take(self, ready: bool) -> None:
+        self._ready, self._query = ready, None
+        self._timer = self._link.bind().call_later(WATCH_S, self._ask)
+        for watcher in list(self._watchers):
+            watcher.show(ready)
+
+    def _ask(self) -> None:
+        self._timer = None
+        self._query = _HealthQuery(self)
+        self._link.session.ask(self._query, "ready", NO_TIME)
+        self._link.send_soon()
 
 
 class Services:
@@ -57,6 +124,7 @@ class Services:
         """Services whose health can be queried."""
         self.long_calls: set[LongCall] = set()
         """Health watches and streams of requests."""
+        self.health = HealthPoll(link)
         self.decoupled: set[str] = set()
         """Models that are decoupled, as their responses have shown."""
         self.stopping = False

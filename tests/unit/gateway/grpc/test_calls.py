@@ -10,12 +10,13 @@ import pytest
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.auth.access import EndpointAccess
+from shmserve.gateway.grpc.methods import Methods
 from shmserve.protocol.grpc.codes import Code, RpcError
 from shmserve.protocol.grpc.messages import HEALTH, INFERENCE
 from shmserve.protocol.messages import Reply, Tensor
 from shmserve.session import Session
 from tests.support.cases import cases
-from tests.support.gateway.grpc_calls import Case
+from tests.support.gateway.grpc_calls import Case, Stream
 from tests.support.gateway.rpc import POOL, message
 
 
@@ -186,21 +187,26 @@ def test_health() -> None:
 
 
 def test_a_watch_reports_changes() -> None:
-    case = Case("Watch", HEALTH)
+    case, second = Case("Watch", HEALTH), Stream(f"/{HEALTH}/Watch")
+    other: Any = second
     case.call.message(b"")
     case.call.half_closed()
+    Methods(case.services)(other).message(b"")
     for answer in ({"ready": True}, {"ready": True}, None, {"ready": True}):
-        ticket, _ = case.link.asked.popleft()
+        ((ticket, _),) = case.link.asked  # one query for all watches
+        case.link.asked.clear()
         if answer is None:
             ticket.fail(Unavailable("gone"))
         else:
             ticket.settle(answer)
         case.link.later.pop()()
-    assert [health(sent) for sent in case.stream.sent] == [1, 2, 1]
+    assert [health(sent) for sent in case.stream.sent] == [health(sent) for sent in second.sent] == [1, 2, 1]
     case.services.close()
-    assert health(case.stream.sent[-1]) == 2
-    assert case.stream.end == (Code.UNAVAILABLE, "the gateway is stopping")
+    for stream in (case.stream, second):
+        assert health(stream.sent[-1]) == 2
+        assert stream.end == (Code.UNAVAILABLE, "the gateway is stopping")
     assert len(case.link.cancelled) == 1
+    assert not case.link.later
     case = Case("Watch", HEALTH)
     case.call.message(UNKNOWN_SERVICE)
     assert health(case.stream.sent[0]) == 3
