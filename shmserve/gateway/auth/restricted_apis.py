@@ -71,16 +71,12 @@ class Restrictions:
         """Why the action is refused, or None. `header` takes a header's name in lower case and returns its value."""
         for group in action.row.groups:
             restricted = self._by_group.get(group)
-            text = None if restricted is None else self._check(*restricted, header)
-            if text is not None:
-                return text
+            if restricted is not None and not _is_allowed(header(restricted[0]), restricted[1]):
+                return f"This {self._what} is restricted, expecting header '{restricted[1].header}'"
         return None
 
-    def _check(self, name: str, rule: Restriction, header: Callable[[str], str | None]) -> str | None:
-        value = header(name)
-        if value is not None:
-            from hmac import compare_digest  # not at the top: `shmserve --help` imports this module
 
-            if compare_digest(value.encode(errors="replace"), rule.value):
-                return None
-        return f"This {self._what} is restricted, expecting header '{rule.header}'"
+def _is_allowed(value: str | None, rule: Restriction) -> bool:
+    from hmac import compare_digest  # not at the top: `shmserve --help` imports this module
+
+    return value is not None and compare_digest(value.encode(errors="replace"), rule.value)

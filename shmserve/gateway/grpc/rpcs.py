@@ -123,10 +123,6 @@ def _log(action: Action, message: Any) -> RpcQuery:
 # ---------------------------------------------------------------------------------------- responses
 
 
-def _same(document: Any) -> dict[str, Any]:
-    return dict(document)
-
-
 def _under(name: str) -> _Shown:
     return lambda document: {name: document}
 
@@ -165,10 +161,10 @@ _HANDLERS: dict[str, tuple[_Query, _Shown]] = {
     "ServerLive": (_plain, _flag("live")),
     "ServerReady": (_plain, _flag("ready")),
     "ModelReady": (_of_model, _flag("ready")),
-    "ServerMetadata": (_plain, _same),
-    "ModelMetadata": (_of_model, _same),
+    "ServerMetadata": (_plain, dict),
+    "ModelMetadata": (_of_model, dict),
     "ModelConfig": (_of_model, _under("config")),
-    "ModelStatistics": (_of_model, _same),
+    "ModelStatistics": (_of_model, dict),
     "RepositoryIndex": (_index, _under("models")),
     "RepositoryModelLoad": (_load, _nothing),
     "RepositoryModelUnload": (_unload, _nothing),

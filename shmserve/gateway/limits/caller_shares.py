@@ -280,22 +280,14 @@ class CallerShares:
     def metrics(self) -> str:
         requests, queries = self.requests, self.queries
         refused = {f'share="{kind}"': count + queries.refused[kind] for kind, count in sorted(requests.refused.items())}
+        by_kind = "Calls refused because a share was exceeded, by kind of share"
+        ignored = "Requests whose X-Forwarded-For or Forwarded was ignored, because they came from no trusted proxy"
         return (
             family("requests", "gauge", "Requests in flight at the broker", {"": requests.total.calls})
             + family("questions", "gauge", "Queries in flight at the broker", {"": queries.total.calls})
             + family("input_bytes", "gauge", "Bytes of inputs in flight", {"": requests.total.input_bytes})
-            + family(
-                "share_refusals_total",
-                "counter",
-                "Calls refused because a share was exceeded, by kind of share",
-                refused,
-            )
-            + family(
-                "forwarded_ignored_total",
-                "counter",
-                "Requests whose X-Forwarded-For or Forwarded was ignored, because they came from no trusted proxy",
-                {"": self.ignored},
-            )
+            + family("share_refusals_total", "counter", by_kind, refused)
+            + family("forwarded_ignored_total", "counter", ignored, {"": self.ignored})
         )
 
 

@@ -160,7 +160,7 @@ class Handshakes:
     def _arrive(self, sock: socket.socket, peer: str) -> None:
         sock.setblocking(False)
         if self.count >= max(MIN_ROOM, self._room()):
-            busiest = max(self._addresses.values(), key=_waiting)
+            busiest = max(self._addresses.values(), key=lambda address: len(address.arrivals))
             if busiest.arrivals:
                 self._drop(next(iter(busiest.arrivals)))
         arrival = Arrival(sock, peer, 0 if self._proxies else None)
@@ -304,7 +304,9 @@ class Handshakes:
         due = now + EVICTION_S
         for name in self._waiting:
             address = self._addresses[name]
-            busiest = address if address.under_way else max(self._addresses.values(), key=_under_way)
+            busiest = address
+            if not address.under_way:
+                busiest = max(self._addresses.values(), key=lambda address: len(address.under_way))
             for arrival in islice(busiest.under_way, len(address.queue)):
                 if arrival.started + EVICTION_S > now:
                     due = min(due, arrival.started + EVICTION_S)
@@ -313,11 +315,3 @@ class Handshakes:
                 arrival.task.cancel()
         if self._waiting:
             self._eviction = self._loop.call_at(due, self._make_room)
-
-
-def _waiting(address: AddressHandshakes) -> int:
-    return len(address.arrivals)
-
-
-def _under_way(address: AddressHandshakes) -> int:
-    return len(address.under_way)

@@ -179,16 +179,13 @@ class OpenAiRequests:
 
         ask_for_config(exchange, link, name, "", then, failed)
 
-    def _query(self, exchange: Exchange, query: BrokerQuery, then: Callable[[Any], None]) -> None:
-        ask_for(exchange, self._sender.link, query, then)
-
     # ------------------------------------------------------------------------------------ models
 
     def _list_models(self, exchange: Exchange) -> None:
         def show(answer: Any) -> None:
             exchange.answer(200, [_encode({"object": "list", "data": _listed(answer)})])
 
-        self._query(exchange, BrokerQuery("text_models"), show)
+        ask_for(exchange, self._sender.link, BrokerQuery("text_models"), show)
 
     def _show_model(self, exchange: Exchange) -> None:
         name = exchange.head.route.model
@@ -202,8 +199,8 @@ class OpenAiRequests:
                 )
             exchange.answer(200, [_encode(listed[0])])
 
-        one = "" if models.ADAPTER in name else name
-        self._query(exchange, BrokerQuery("text_models", model=one), show)
+        asked = "" if models.ADAPTER in name else name
+        ask_for(exchange, self._sender.link, BrokerQuery("text_models", model=asked), show)
 
     # ------------------------------------------------------------------------------------ completions
 

@@ -64,17 +64,13 @@ class PageFile(Struct, frozen=True):
     etag: str
 
 
-class PageFiles:
-    def __init__(self) -> None:
-        self._files = {
-            path.relative_to(FOLDER).as_posix(): _read(path)
-            for path in sorted(FOLDER.rglob("*"))
-            if path.is_file() and path.suffix in _KINDS
-        }
-
-    def find(self, name: str) -> PageFile | None:
-        """`name`: a path relative to the folder; "": the page itself."""
-        return self._files.get(name or INDEX)
+def page_files() -> dict[str, PageFile]:
+    """The files by their paths relative to the folder."""
+    return {
+        path.relative_to(FOLDER).as_posix(): _read(path)
+        for path in sorted(FOLDER.rglob("*"))
+        if path.is_file() and path.suffix in _KINDS
+    }
 
 
 def _read(path: Path) -> PageFile:
@@ -95,7 +91,7 @@ class PageRequests:
     def __init__(self, link: GatewayLink, feed: PageFeed, servers: Sequence[str] = ()) -> None:
         self._link = link
         self._feed = feed
-        self._files = PageFiles()
+        self._files = page_files()
         self._confined = confinement(servers)
         self._history = (-1, b"")
         """The last history of the server that was requested: its second, and its text."""
@@ -114,7 +110,7 @@ class PageRequests:
             self._ask_report(exchange)
 
     def _send_file(self, exchange: Exchange) -> None:
-        file = self._files.find(exchange.head.route.model)
+        file = self._files.get(exchange.head.route.model or INDEX)
         if file is None:
             exchange.answer(404, [error_body("Not Found")])
             return

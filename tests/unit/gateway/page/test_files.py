@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shmserve.gateway.page.requests import FOLDER, INDEX, PageFiles, confinement
+from shmserve.gateway.page.requests import FOLDER, INDEX, confinement, page_files
 
 FILES = sorted(path for path in FOLDER.rglob("*") if path.is_file())
 MODULES = [path for path in FILES if path.suffix == ".js"]
@@ -34,10 +34,9 @@ def test_a_browser_loads_less_than_80_kb_to_show_the_page() -> None:
 
 
 def test_every_file_is_served() -> None:
+    files = page_files()
     for path in FILES:
-        file = PageFiles().find(path.relative_to(FOLDER).as_posix())
-        assert file is not None
-        assert file.body == path.read_bytes()
+        assert files[path.relative_to(FOLDER).as_posix()].body == path.read_bytes()
 
 
 def test_the_files_contain_nothing_that_the_policy_blocks() -> None:
