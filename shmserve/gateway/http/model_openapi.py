@@ -3,7 +3,6 @@ schemas of its tensors. Generated clients then have a class for each."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,12 +26,8 @@ _TRACE: _Schema = {
 }
 
 
-def text(route: Route, config: Mapping[str, Any]) -> bytes:
-    """`route`: of the request for the document, with the model and the version that it names."""
-    return json.dumps(document(route, config)).encode()
-
-
 def document(route: Route, config: Mapping[str, Any]) -> _Schema:
+    """`route`: of the request for the document, with the model and the version that it names."""
     schemas = schemas_of(config)
     inputs = {one["name"]: _tensor(one, schemas.inputs.get(one["name"])) for one in config.get("input", [])}
     outputs = {one["name"]: _output(one, schemas.outputs.get(one["name"])) for one in config.get("output", [])}

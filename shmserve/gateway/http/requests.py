@@ -383,7 +383,9 @@ class Requests:
         elif route.action is Action.OPENAPI:
             exchange.answer(200, [openapi.text(self._openai is not None)])
         elif route.action is Action.MODEL_OPENAPI:
-            self._ask_config(exchange, lambda config: exchange.answer(200, [model_openapi.text(route, config)]))
+            self._ask_config(
+                exchange, lambda config: exchange.answer(200, [_encode(model_openapi.document(route, config))])
+            )
         else:
             self._begin_query(exchange, bytes(body))
 

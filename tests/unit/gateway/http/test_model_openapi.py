@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from shmserve.gateway.http.model_openapi import document, text
+from shmserve.gateway.http.model_openapi import document
 from shmserve.gateway.upstream.documents import Route
 from shmserve.protocol.actions import Action
 from tests.support.cases import cases
@@ -41,7 +41,7 @@ def valid(schema: Any, value: Any) -> bool:
 
 
 def test_bodies_and_answers() -> None:
-    operation = json.loads(text(ROUTE, CONFIG))["paths"]["/v2/models/m/generate"]["post"]
+    operation = document(ROUTE, CONFIG)["paths"]["/v2/models/m/generate"]["post"]
     takes = operation["requestBody"]["content"]
     body = takes["application/json"]["schema"]
     assert valid(body, {"item": {"name": "a"}, "image": "AAEC", "x": [0.5]})
