@@ -83,6 +83,14 @@ class ZmqLimits(Struct, frozen=True):
     key_connections: int = 256
 
 
+class _Upload(Struct):
+    """An operation whose body is incomplete."""
+
+    ask: Ask
+    parts: list[bytes]
+    size: int = 0
+
+
 class PeerHost(Protocol):
     """The listener's interface for its peers."""
 
@@ -181,9 +189,7 @@ class Peer:
         self._greeted = False
         self._shares = listener.link.shares.connect(address)
         self._payer = self._shares.payer(key)
-        self._bodies: dict[int, tuple[Ask, list[bytes]]] = {}
-        """The operation whose body is incomplete, at most one."""
-        self._body_bytes = 0
+        self._upload: _Upload | None = None
         self._mistakes = 0.0
         self._mistaken_at = 0.0
 
@@ -239,8 +245,7 @@ class Peer:
             self._count_mistake()
 
     def _refused(self, message: codec.Refused) -> None:
-        number = 0 if message.request in self.tickets else message.request
-        self._refuse(number, ProtocolError(message.text))
+        self._refuse(self._number(message.request), ProtocolError(message.text))
 
     def _no_batch(self, message: InferBatch) -> None:
         self._refuse(0, InvalidRequest("InferBatch is not supported over tcp: send each request as Infer"))
@@ -259,8 +264,7 @@ class Peer:
         try:
             self._ask_model(infer, frames)
         except ServeError as error:  # not counted: the client may forward requests of others
-            number = 0 if infer.request in self.tickets else infer.request
-            self.queue(Fail(number, error.code, text_of(error)))
+            self.queue(Fail(self._number(infer.request), error.code, text_of(error)))
 
     def _ask_model(self, infer: Infer, frames: Sequence[Buffer]) -> None:
         number = infer.request
@@ -313,8 +317,16 @@ class Peer:
         )
         link.send_soon(timeout is not None)
 
+    def _is_uploading(self, number: int) -> bool:
+        return self._upload is not None and self._upload.ask.request == number
+
+    def _number(self, number: int) -> int:
+        """The number for an error: 0 for that of another request in flight, which the error must not end."""
+        return 0 if number in self.tickets or self._is_uploading(number) else number
+
     def _check_room(self, number: int) -> None:
-        if number == 0 or number in self.tickets:
+        uploading = self._upload is not None and self._upload.ask.request == number
+        if number == 0 or uploading or number in self.tickets:
             raise InvalidRequest(f"request number {number} is 0 or already in flight")
         if self._listener.stopping:
             raise Unavailable("the gateway is stopping")
@@ -328,7 +340,8 @@ class Peer:
             )
 
     def _cancel(self, message: Cancel) -> None:
-        self._drop_body(message.request)
+        if self._is_uploading(message.request):
+            self._upload = None
         ticket = self.tickets.get(message.request)
         if ticket is None or isinstance(ticket, PeerQuery):
             return  # already answered (the messages crossed), or a query or operation, which is not cancelled
@@ -356,7 +369,7 @@ class Peer:
             else:
                 self._go_on(message)
         except ServeError as error:
-            self._refuse(0 if message.request in self.tickets else message.request, error)
+            self._refuse(self._number(message.request), error)
 
     def _begin_query(self, message: Ask) -> None:
         if message.what not in roles.QUERIES:
@@ -364,9 +377,9 @@ class Peer:
         self._check_role(message.what)
         self._check_room(message.request)
         if message.what in OPERATIONS:
-            if self._bodies:
+            if self._upload is not None:
                 raise InvalidRequest("the body of another operation is incomplete; send it first")
-            self._bodies[message.request] = (message, [])
+            self._upload = _Upload(message, [])
             self._go_on(message)
         elif message.body or message.more:
             raise InvalidRequest(f"the query '{message.what}' takes no body")
@@ -374,24 +387,20 @@ class Peer:
             self._put(message, b"")
 
     def _go_on(self, message: Ask) -> None:
-        operation = self._bodies.get(message.request)
-        if operation is None:
+        upload = self._upload
+        if upload is None or upload.ask.request != message.request:
             return  # refused or cancelled
-        self._body_bytes += len(message.body)
-        if self._body_bytes > self._limits.input_bytes:
-            self._drop_body(message.request)
+        upload.size += len(message.body)
+        if upload.size > self._limits.input_bytes:
+            self._upload = None
             raise InvalidRequest(
-                f"the body of '{operation[0].what}' exceeds {self._limits.input_bytes} bytes; put the files into the "
+                f"the body of '{upload.ask.what}' exceeds {self._limits.input_bytes} bytes; put the files into the "
                 "server's repository, or raise --http-max-input-size"
             )
-        operation[1].append(message.body)
+        upload.parts.append(message.body)
         if not message.more:
-            self._drop_body(message.request)
-            self._put(operation[0], b"".join(operation[1]))
-
-    def _drop_body(self, number: int) -> None:
-        if self._bodies.pop(number, None) is not None:
-            self._body_bytes = 0
+            self._upload = None
+            self._put(upload.ask, b"".join(upload.parts))
 
     def _put(self, message: Ask, body: bytes) -> None:
         ticket = PeerQuery(self, message)
@@ -533,7 +542,7 @@ class Peer:
             else:
                 withdraw(self._link, ticket)
         self._shares.close()
-        self._bodies.clear()
+        self._upload = None
         self.outbox.clear()
         self.unsent.clear()
 

@@ -76,6 +76,16 @@ def test_invalid_messages_are_refused(
     assert len(broker.requests) == before
 
 
+def test_the_number_of_an_operation_whose_body_is_incomplete_is_taken(bare: Any, broker: FakeBroker) -> None:
+    broker.answers["load"] = {"loaded": True}
+    one = bare()
+    one.send([9, 4, "load", "m", 0, b"{", True])
+    one.send(of(b"a"))
+    assert one.receive() == [34, 0, "INVALID_ARG", "request number 4 is 0 or already in flight"]
+    one.send([9, 4, "", "", 0, b"}"])
+    assert one.receive()[:3] == [37, 4, b'{"loaded": true}']
+
+
 def test_a_frame_of_several_inputs_is_counted_for_each(bare: Any) -> None:
     one = bare()
     one.send([7, 4, "echo", 0, [[f"x{n}", "UINT8", [1 << 20], 0] for n in range(256)]], frames=(bytes(1 << 20),))
