@@ -13,6 +13,8 @@ FORMS = frozenset((Action.TRANSCRIPTIONS,))
 """Those whose body is a form with files; the others have JSON."""
 UPLOADS = FORMS | {GENERATE, GENERATE_STREAM}
 """Those whose body may be such a form."""
+ANTHROPIC = frozenset((Action.MESSAGES, Action.COUNT_TOKENS))
+"""Those of Anthropic's clients, which expect errors in another form than OpenAI's."""
 STREAMED = frozenset(
     (
         GENERATE_STREAM,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from shmserve.errors import ServeError, Unsupported
-from shmserve.gateway.auth.actions import INFER
+from shmserve.gateway.auth.actions import ANTHROPIC, INFER
 from shmserve.gateway.http import bodies
 from shmserve.gateway.http.heads import NO_HEAD, BadHead, HttpHead, HttpHeads, work_of
 from shmserve.gateway.http.limits import AHEAD_BYTES, HEAD_BYTES, HttpLimits
@@ -87,8 +87,6 @@ COMPRESSED_BYTES = 1024
 """Responses below this size are not compressed."""
 _COMPRESSED = frozenset({INFER, Action.METRICS})
 """Actions whose responses are compressed for clients that accept it."""
-_ANTHROPIC = (Action.MESSAGES, Action.COUNT_TOKENS)
-"""Actions of Anthropic's clients, which expect errors in another form."""
 LARGE_BYTES = 64 * 1024
 """After a body of at least this size, another large one is expected."""
 _CR = ord("\r")
@@ -222,7 +220,7 @@ class HttpExchange:
         self._answer_error(status, openai_errors.body(status, text) if self._is_openai else error_body(text), more)
 
     def _answer_error(self, status: int, body: bytes, more: bytes) -> None:
-        if self.head.route.action in _ANTHROPIC:
+        if self.head.route.action in ANTHROPIC:
             body = openai_errors.anthropic_body(body)
         self.answer(status, [body], more=more)
 
