@@ -108,13 +108,13 @@ class HttpExchange:
     """One request of a connection, and its response. Once the request is over, nothing that is sent for it reaches the
     client."""
 
-    __slots__ = ("_connection", "_job", "_ticket", "head", "resume", "watcher")
+    __slots__ = ("_connection", "_jobs", "_ticket", "head", "resume", "watcher")
 
     def __init__(self, connection: HttpConnection, head: HttpHead) -> None:
         self._connection = connection
         self.head = head
         self._ticket: Charge | None = None
-        self._job: SlicedJob | None = None
+        self._jobs: Sequence[SlicedJob] = ()
         self.resume: Callable[[], None] | None = None
         """Called when the transport is writable again, for a response in parts."""
         self.watcher: Watcher | None = None
@@ -160,7 +160,7 @@ class HttpExchange:
         self._ticket = None  # the broker has answered: there is nothing to cancel
         job = self._connection.listener.turns.run(work, then, stopped)
         if job.running:
-            self._job = job
+            self._jobs = [*[one for one in self._jobs if one.running], job]
 
     def payer(self) -> Payer:
         """The account charged for requests to the broker."""
@@ -184,8 +184,8 @@ class HttpExchange:
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             withdraw(self._connection.listener.link, ticket)
-        job, self._job = self._job, None
-        if job is not None:
+        jobs, self._jobs = self._jobs, ()
+        for job in jobs:
             job.cancel()
         watcher, self.watcher = self.watcher, None
         if watcher is not None:
@@ -194,7 +194,8 @@ class HttpExchange:
 
     def forget(self) -> None:
         """The request is over: what it waited for refers to it, and such a cycle would keep its memory alive."""
-        self._ticket = self._job = self.resume = self.watcher = None
+        self._ticket = self.resume = self.watcher = None
+        self._jobs = ()
 
     @property
     def _is_openai(self) -> bool:

@@ -20,7 +20,7 @@ from shmserve.gateway.http.requests import SCRAPES, Requests
 from shmserve.gateway.http.routes import METRICS_ROUTES
 from shmserve.gateway.limits.backlog import CONNECTION_WORK, TURN_WORK
 from shmserve.gateway.limits.body_budget import Budget
-from shmserve.gateway.limits.turns import MIN_BYTES, READ_BYTES, SLICE_BYTES
+from shmserve.gateway.limits.turns import MIN_BYTES, READ_BYTES, SLICE_BYTES, SlicedWork
 from shmserve.gateway.upstream.receive import ReceiveBuffer, Room
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.roles import ROLES
@@ -121,6 +121,28 @@ def test_only_the_request_that_is_processed_is_notified_of_a_disconnect() -> Non
     connection.exchange.watch(second)
     connection.connection_lost(None)
     assert (first.disconnects, second.disconnects, resumed) == (0, 1, [1])
+
+
+def test_a_disconnect_ends_all_work_for_the_request() -> None:
+    ended: list[str] = []
+
+    def endless(name: str) -> SlicedWork[None]:
+        try:
+            while True:
+                yield
+        finally:
+            ended.append(name)
+
+    def begin(exchange: HttpExchange, body: Any) -> None:
+        for name in ("one", "two"):
+            exchange.work(endless(name), lambda _: None)
+
+    connection, _, echo, _ = connected()
+    echo.begin = begin  # type: ignore[method-assign]
+    receive(connection, ALONE)
+    assert ended == []
+    connection.connection_lost(None)
+    assert ended == ["one", "two"]
 
 
 def test_a_response_waits_until_the_client_reads() -> None:
