@@ -409,4 +409,5 @@ class PageFeed:
         )
 
     def _events(self, number: int) -> bytes:
-        return _encode(self._timeline.since(number))
+        """What has happened since an event, without what a state that is being taken has shown so far."""
+        return _encode([event for event in self._timeline.since(number) if event.number <= self._rows.number])

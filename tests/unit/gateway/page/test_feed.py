@@ -16,6 +16,7 @@ from shmserve.gateway.page.feed import (
     CALLER_VIEWERS,
     PERIOD_S,
     RECORDING_SHARE,
+    SLICE,
     STALLED,
     VIEWERS,
     PageFeed,
@@ -292,6 +293,22 @@ def test_the_timeline_has_what_happened_before_and_since_a_page_opened() -> None
     ]
     assert [event.get("bad", False) for event in state["events"]] == [False, True, True, True, False]
     assert {(event["model"], event["version"]) for event in state["events"]} == {("m", "1")}
+
+
+def test_a_page_that_opens_while_a_state_is_taken_gets_each_event_once() -> None:
+    broker = Broker()
+    for state in ("LOADING", "READY"):
+        broker.models = [{"name": f"m{n}", "version": "1", "state": state} for n in range(2 * SLICE)]
+        if state == "LOADING":
+            broker.clock.advance(PERIOD_S)
+            broker.answers = False
+            broker.clock.advance(PERIOD_S)
+    broker.answer()  # takes the first slice
+    page = broker.view()
+    broker.clock.run()
+    assert [name for name, _ in page.events] == ["state", "change"]
+    models = [event["model"] for _, data in page.events for event in data["events"]]
+    assert sorted(models) == sorted(model["name"] for model in broker.models)
 
 
 def test_a_lost_server_is_reported_until_it_returns() -> None:
