@@ -59,7 +59,7 @@ def test_new_memory_is_zero_warm_and_writable_until_it_is_closed(make: Callable[
     extent = make(size)
     fd, name, address = extent.fd, extent.name, extent.address
     assert count_descriptors() - before == (1 if fd >= 0 else 0)
-    assert (extent.size, extent.writable, len(extent.memory)) == (size, True, size)
+    assert (extent.size, extent.pages.writable, len(extent.memory)) == (size, True, size)
     assert resident_bytes(address) >= size
     data = array(extent)
     assert not data.any()
@@ -104,7 +104,7 @@ def test_another_process_shares_the_memory(shared: Callable[[int], Extent]) -> N
         from shmserve.shm.extents import memfd, posix
         where, size = sys.argv[1], int(sys.argv[2])
         extent = memfd.attach(int(where), size, True) if where.isdigit() else posix.attach(where, size, True)
-        assert (extent.size, extent.writable, extent.kind) == (size, True, sys.argv[3])
+        assert (extent.size, extent.pages.writable, extent.kind) == (size, True, sys.argv[3])
         data = np.frombuffer(extent.memory, np.uint8)
         assert (data == 9).all()
         data[5] = 77
@@ -120,7 +120,7 @@ def test_another_process_shares_the_memory(shared: Callable[[int], Extent]) -> N
 def test_a_read_only_extent_cannot_be_written_to(shared: Callable[[int], Extent]) -> None:
     extent = shared(SIZE)
     other = attach(extent, SIZE, False)
-    assert not other.writable
+    assert not other.pages.writable
     assert other.memory.readonly
     data = array(other)
     with pytest.raises(ValueError, match="cannot set WRITEABLE flag"):

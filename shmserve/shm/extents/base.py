@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
 from contextlib import suppress
 from typing import Protocol
 
@@ -22,17 +23,18 @@ ALIGN = 64
 _BYTE = np.dtype("uint8")
 _AVAILABLE = re.compile(rb"^MemAvailable: +(\d+) kB$", re.MULTILINE)
 _GROUP = re.compile(rb"^0::(/.*)$", re.MULTILINE)
+_SIZES = re.compile(rb"^(file|shmem) (\d+)$", re.MULTILINE)
+"""The page cache of a control group, including shared memory, and the shared memory."""
 
 
 class Extent(Protocol):
-    """`fd` is -1 without a descriptor, and `name` is None without a name. `memory` is writable only if `writable`.
-    `cold`: its pages must be warmed before use. `align`: alignment of the blocks in it."""
+    """`fd` is -1 without a descriptor, and `name` is None without a name. `cold`: its pages must be warmed before use.
+    `align`: alignment of the blocks in it."""
 
     kind: str
     name: str | None
     fd: int
     size: int
-    writable: bool
     cold: bool
     align: int
 
@@ -91,7 +93,6 @@ class MappedExtent:
         self.fd = fd
         self.name = name
         self.size = pages.size
-        self.writable = pages.writable
         self.cold = cold
 
     @property
@@ -167,14 +168,29 @@ def _available() -> int:
     room = int(match[1]) * 1024
     with open("/proc/self/cgroup", "rb") as file:
         group = _GROUP.search(file.read())
-    if group is not None:
-        folder = "/sys/fs/cgroup" + os.fsdecode(group[1]).rstrip("/")
+    return room if group is None else min(room, group_room("/sys/fs/cgroup", os.fsdecode(group[1])))
+
+
+def group_room(root: str, group: str) -> int:
+    """The bytes that a control group, and all groups above it, leave of their limits. Page cache does not count as
+    used, because the kernel frees it before it kills a process."""
+    room, folder = sys.maxsize, root + group.rstrip("/")
+    while True:
         # The root group has no limit, and groups above the namespace are not visible.
-        with suppress(OSError), open(folder + "/memory.max", "rb") as file:
-            limit = file.read().strip()
+        with suppress(OSError):
+            limit = _read(folder, "memory.max").strip()
             if limit.isdigit():
-                room = min(room, int(limit))
-    return room
+                sizes = dict(_SIZES.findall(_read(folder, "memory.stat")))
+                cache = int(sizes[b"file"]) - int(sizes[b"shmem"])
+                room = min(room, max(int(limit) - int(_read(folder, "memory.current")) + cache, 0))
+        if folder == root:
+            return room
+        folder = os.path.dirname(folder)
+
+
+def _read(folder: str, name: str) -> bytes:
+    with open(f"{folder}/{name}", "rb") as file:
+        return file.read()
 
 
 def failed(doing: str, size: int, error: OSError | OverflowError, fd: int = -1) -> Unavailable:

@@ -70,7 +70,6 @@ class CudaExtent:
     kind = "cuda"
     align = ALIGN
     fd = -1
-    writable = False
     cold = False
 
     def __init__(self, pages: Pages, size: int, name: str) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +40,21 @@ def test_a_memfd_cannot_be_resized_or_unsealed() -> None:
     assert not os.get_inheritable(extent.fd)
     refused(os.dup(extent.fd), f"announced with {SIZE - 1} bytes, but its memfd has {SIZE}", SIZE - 1)
     extent.close()
+
+
+def test_the_room_of_a_control_group_is_what_it_and_those_above_leave(tmp_path: Path) -> None:
+    for group, limit, used, cache, room in (
+        ("a/b", "max", 900, 0, sys.maxsize),
+        ("a", "1000", 300, 0, 700),
+        ("a/b", "600", 200, 0, 400),
+        ("a/b", "600", 590, 80, 90),
+        ("", "500", 600, 20, 0),
+    ):
+        folder = tmp_path / group
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in (("max", limit), ("current", used), ("stat", f"anon 1\nfile {cache + 7}\nshmem 7")):
+            (folder / f"memory.{name}").write_text(f"{text}\n")
+        assert base.group_room(str(tmp_path), "/a/b") == room
 
 
 def test_cold_pages_are_reserved_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
