@@ -119,7 +119,8 @@ class Arena:
         self._what = what
         self._numbers = numbers if numbers is not None else count(1)
         self._segments: dict[int, Segment] = {}
-        self._warm: Segment | None = None  # the segment of the last free or allocation
+        self._recent: Segment | None = None
+        """The segment of the last free or allocation."""
         self._idle: set[int] = set()
         """Segments that were empty at the last `trim_idle`."""
         self._closed = False
@@ -146,9 +147,9 @@ class Arena:
     def allocate(self, size: int, *, cold: bool = False) -> Block:
         """Allocates an aligned block of `size` bytes. With `cold`, its bytes must be warmed before use. Raises
         Unavailable if the limit is reached or the machine has no memory left."""
-        warm = self._warm
-        offset = None if warm is None else warm.blocks.allocate(size)
-        block = self._allocate_elsewhere(size) if warm is None or offset is None else Block(warm, offset, size)
+        recent = self._recent
+        offset = None if recent is None else recent.blocks.allocate(size)
+        block = self._allocate_elsewhere(size) if recent is None or offset is None else Block(recent, offset, size)
         if not cold and block.home.cold is not None:
             try:
                 self.warm(block.home.id, block.offset, block.offset + size)
@@ -172,13 +173,13 @@ class Arena:
         if size < 0:
             raise InvalidRequest(f"invalid block size: {size} bytes")
         for segment in self._segments.values():
-            if segment is self._warm or segment.blocks.free_bytes < size:
+            if segment is self._recent or segment.blocks.free_bytes < size:
                 continue
             offset = segment.blocks.allocate(size)
             if offset is not None:
-                self._warm = segment
+                self._recent = segment
                 return Block(segment, offset, size)
-        segment = self._warm = self._grow(size)
+        segment = self._recent = self._grow(size)
         offset = segment.blocks.allocate(size)
         if offset is None:
             raise Internal(f"a new segment of {segment.size} bytes has no room for {size}")
@@ -225,7 +226,7 @@ class Arena:
             if not 0 <= size <= whole:
                 raise InvalidRequest(f"the block at offset {offset} has {whole} bytes, but {size} were returned")
         home.blocks.free(offset)
-        self._warm = home
+        self._recent = home
 
     def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
         """Returns (segment, offset) if these bytes lie within one segment."""
@@ -271,8 +272,8 @@ class Arena:
     def _release_segment(self, segment: Segment) -> None:
         del self._segments[segment.id]
         self.committed -= segment.size
-        if segment is self._warm:
-            self._warm = None
+        if segment is self._recent:
+            self._recent = None
         segment.extent.close()
 
     def trim(self) -> list[int]:
@@ -280,13 +281,13 @@ class Arena:
         return self._release_all([segment for segment in self._segments.values() if not segment.blocks.used])
 
     def trim_idle(self) -> list[int]:
-        """The same for segments that were also empty at the previous call, except for the one that was used last since
-        then. Called every few seconds, it frees idle memory without a time stamp for each allocation."""
+        """Like `trim`, for segments that were also empty at the previous call, except for the one that was used last
+        since then. Called every few seconds, it frees idle memory without a time stamp for each allocation."""
         empty = [segment for segment in self._segments.values() if not segment.blocks.used]
-        gone = [segment for segment in empty if segment.id in self._idle and segment is not self._warm]
+        gone = [segment for segment in empty if segment.id in self._idle and segment is not self._recent]
         self._idle = {segment.id for segment in empty}
-        if self._warm in empty:
-            self._warm = None  # until it is used again
+        if self._recent in empty:
+            self._recent = None  # until it is used again
         return self._release_all(gone)
 
     def _release_all(self, segments: list[Segment]) -> list[int]:

@@ -28,9 +28,7 @@ def encode_bytes(array: Any, other: Callable[[Any], str] | None = None) -> bytes
     if not isinstance(array, np.ndarray):
         array = np.array(array, dtype=object)
     items = array.ravel().tolist()
-    kinds = set(map(type, items))
-    if kinds - {bytes}:
-        items = items.copy()
+    if set(map(type, items)) - {bytes}:
         for index, item in enumerate(items):
             if type(item) is not bytes:
                 items[index] = _to_bytes(item, index, other)
