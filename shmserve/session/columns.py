@@ -113,7 +113,7 @@ def reply_of(
     shapes: tuple[tuple[int, ...], ...],
     data: tuple[bytes, ...],
 ) -> Reply:
-    """Converts it to a Reply."""
+    """The fields of a RowReply as a Reply."""
     return Reply(
         request,
         version,

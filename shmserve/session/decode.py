@@ -165,7 +165,7 @@ def _view(tensor: Tensor, memory: SessionMemory) -> Array:
 
 
 def _written(tensor: Tensor, place: Array) -> Array:
-    """The output is already in the caller's array: return that, cut to the output's shape."""
+    """The caller's array, which the output is already in, cut to the output's shape."""
     if _is_other(tensor, place):
         raise _wrong_place(tensor, place)
     if tensor.shape == place.shape:
@@ -179,7 +179,7 @@ def _is_other(tensor: Tensor, place: Any) -> bool:
 
 
 def _written_on_device(tensor: Tensor, place: DeviceRef) -> Array:
-    """As `_written`, for an array on a GPU, which cannot be cut to the output's shape here."""
+    """Like `_written`, for an array on a GPU, which cannot be cut to the output's shape here."""
     if _is_other(tensor, place):
         raise _wrong_place(tensor, place)
     if tensor.shape != place.shape:

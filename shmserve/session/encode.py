@@ -220,7 +220,7 @@ def _as_array(name: str, value: Any) -> tuple[Array, str]:
 
 def _encode_strings(name: str, array: Array) -> bytes:
     try:
-        return bytes(strings.encode_bytes(array))
+        return strings.encode_bytes(array)
     except (TypeError, ValueError, InvalidRequest) as error:
         raise InvalidRequest(f"input '{name}' has strings: each element must be str or bytes ({error})") from error
 
@@ -302,14 +302,12 @@ def wanted_of(outputs: Any, kept: KeptInputs, memory: SessionMemory, placed: boo
     """`outputs` is a list of names, or a mapping of names to arrays, TopK, or None (placement is left to the server).
     Arrays are refused unless `placed`.
     """
-    if isinstance(outputs, (str, bytes)):
-        raise InvalidRequest(f"outputs must be a list of names or a mapping of names to arrays, not {outputs!r}")
     try:
-        names = list(outputs)
+        names = None if isinstance(outputs, (str, bytes)) else list(outputs)
     except TypeError:
-        raise InvalidRequest(
-            f"outputs must be a list of names or a mapping of names to arrays, not {outputs!r}"
-        ) from None
+        names = None
+    if names is None:
+        raise InvalidRequest(f"outputs must be a list of names or a mapping of names to arrays, not {outputs!r}")
     if len(names) > TENSORS:
         raise InvalidRequest(f"the request has {len(names)} outputs; the limit is {TENSORS}")
     wanted = []

@@ -56,7 +56,7 @@ class ForeignMemory:
 
     def announce(self, size: int, name: str) -> ForeignRegion:
         if not self._takes(name):
-            raise Unsupported("the server accepts no foreign memory from this connection: it needs the role operate")
+            raise Unsupported("the server accepts foreign memory only from connections with the role operate")
         region = ForeignRegion(self._announcements.new_id(), size, name)
         self.regions[region.id] = region
         self._announcements.maps.append(region)

@@ -26,7 +26,7 @@ from shmserve.session.ticket import KeptInputs
 from shmserve.shm.arena import Arena, Block
 from shmserve.shm.extents import memfd, posix
 from shmserve.shm.mapped import Mapped
-from shmserve.shm.views import Array
+from shmserve.shm.views import Array, address_of
 
 if TYPE_CHECKING:
     from shmserve.session.gpu.tensors import DeviceArray, Devices
@@ -142,7 +142,7 @@ class SessionMemory:
 
     def warm(self, array: Array, begin: int, end: int) -> None:
         """Warms a byte range of a cold array. Raises Unavailable if the machine has no memory for it."""
-        location = self._arena.locate(array.__array_interface__["data"][0] + begin, end - begin)
+        location = self._arena.locate(address_of(array) + begin, end - begin)
         if location is not None:
             self._arena.warm(location[0], location[1], location[1] + end - begin)
 
@@ -166,7 +166,7 @@ class SessionMemory:
 
     def locate(self, array: Array) -> tuple[Handle, bool] | None:
         """A handle to the array's bytes, and whether they are a received output; None if the server cannot map them."""
-        address: int = array.__array_interface__["data"][0]
+        address: int = array.__array_interface__["data"][0]  # `address_of`
         size = array.nbytes
         own = self._arena.locate(address, size)
         if own is not None:
@@ -247,11 +247,12 @@ class SessionMemory:
 class Drops:
     """Handles of one connection whose arrays were dropped. `dropped` may run inside the garbage collector."""
 
-    __slots__ = ("_bytes", "_handles", "_on_full")
+    __slots__ = ("_handles", "_on_full", "bytes")
 
     def __init__(self, on_full: Callable[[], object] | None) -> None:
         self._handles: deque[Handle] = deque()
-        self._bytes = 0
+        self.bytes = 0
+        """Approximate bytes of the handles to return."""
         self._on_full = on_full
 
     def __bool__(self) -> bool:
@@ -259,21 +260,16 @@ class Drops:
 
     @property
     def full(self) -> bool:
-        return self._bytes >= FLUSH_BYTES
-
-    @property
-    def bytes(self) -> int:
-        """Approximate bytes of the handles to return."""
-        return self._bytes
+        return self.bytes >= FLUSH_BYTES
 
     def dropped(self, handle: Handle) -> None:
         self._handles.append(handle)
-        # threads may race and lose an update; this only affects when, not whether, handles are returned
-        self._bytes += handle.size
-        if self._bytes >= FLUSH_BYTES and self._on_full is not None:
+        # Threads may race and lose an update. This only affects when, not whether, handles are returned.
+        self.bytes += handle.size
+        if self.bytes >= FLUSH_BYTES and self._on_full is not None:
             self._on_full()
 
     def take(self, limit: int) -> tuple[Handle, ...]:
         handles = self._handles
-        self._bytes = 0
+        self.bytes = 0
         return tuple([handles.popleft() for _ in range(min(limit, len(handles)))])

@@ -20,7 +20,9 @@ from shmserve.session.tickets import Tickets
 MAPS = 64
 """Maximum number of segments announced in one packet: each takes a descriptor, and the kernel passes at most 253."""
 HANDLES = 4096
+"""Maximum number of handles in one Return."""
 UNWRITABLE = (TypeError, ValueError, OverflowError, RecursionError)
+"""Errors of the codec for a message that cannot be encoded."""
 
 
 class Packet(Struct, frozen=True, gc=False):

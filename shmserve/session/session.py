@@ -131,7 +131,7 @@ class Session:
         self.outbox = SessionOutbox(self.memory, self._tickets)
         """Queued messages, which `take` packs."""
         self.urgent = False
-        """Whether to call `take` soon, even if no user calls anything, as for a Pong, or for returns after Reclaim."""
+        """`take` is to be called soon, even if no user calls anything, as for a Pong, or for returns after Reclaim."""
         self.queries = SessionQueries(self.tickets, self.outbox)
         self._operations_to_send = self.queries.to_send
         self._leases = SessionLeases(self._tickets, self.queries, self.memory, lease_sockets)
@@ -143,7 +143,7 @@ class Session:
         self._to_resend: list[int] = []
         """Requests to resend once the new server has loaded its models, and requests of sequences that follow them."""
         self._on_full = on_full
-        self._to_cancel: deque[Ticket] = deque()
+        self._to_cancel: deque[StreamTicket] = deque()
         """Streams whose caller was dropped; the next `take` cancels them."""
         self.connected = False
         self.server = ""
@@ -372,7 +372,7 @@ class Session:
         return self._tickets.next_deadline()
 
     def tick(self, now: float) -> None:
-        """Expire tickets whose deadline has passed."""
+        """Expires tickets whose deadline has passed."""
         while (ticket := self._tickets.due(now)) is not None:
             self.expire(ticket)
 
@@ -614,7 +614,7 @@ class Session:
         return 0
 
     def _on_refused(self, message: codec.Refused) -> int:
-        """Handles an undecodable message of the server: fail its request, or the connection if the request is
+        """Handles an undecodable message of the server: fails its request, or the connection if the request is
         unknown."""
         if not message.request:
             raise ProtocolError(f"the server sent an invalid message: {message.text}")

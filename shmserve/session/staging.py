@@ -43,7 +43,7 @@ def place_device_tensors(message: Infer, kept: KeptInputs, memory: SessionMemory
 
 
 def stage(message: Infer, kept: KeptInputs, memory: SessionMemory) -> None:
-    """Moves all GPU inputs to host memory; outputs for GPU places come through host memory too."""
+    """Moves all GPU inputs to host memory. Outputs for places on a GPU also come through host memory."""
     for index, source in (kept.devices or {}).items():
         tensor = message.inputs[index]
         if memory.shared:
@@ -61,7 +61,7 @@ def stage(message: Infer, kept: KeptInputs, memory: SessionMemory) -> None:
 
 
 def restage(ticket: Ticket, memory: SessionMemory) -> bool:
-    """Restage through host memory a request whose GPU memory the worker cannot read. False: it cannot be sent again."""
+    """Moves a request whose GPU memory the worker cannot read to host memory. False: it cannot be sent again."""
     message, kept = ticket.message, ticket.kept
     if not isinstance(message, Infer) or kept is None or kept.devices is None:
         return False
@@ -71,6 +71,6 @@ def restage(ticket: Ticket, memory: SessionMemory) -> bool:
     try:
         stage(message, kept, memory)
     except ServeError as error:
-        log.warning("cannot copy GPU tensors through host memory: %s", str(error))
+        log.warning("cannot copy GPU tensors through host memory: %s", error)
         return False
     return True

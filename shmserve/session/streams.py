@@ -16,6 +16,7 @@ from shmserve.session.decode import Result, inline_result
 from shmserve.session.ticket import Ticket
 
 WINDOW = 16
+"""Default number of parts in flight."""
 _LARGEST = 1 << 20
 
 

@@ -22,7 +22,7 @@ from shmserve.protocol.messages import DIMS, Handle
 from shmserve.session.announcements import Announceable, Announcements
 from shmserve.shm.arena import Arena, Block
 from shmserve.shm.extents.cuda import CudaExtent
-from shmserve.shm.views import Array
+from shmserve.shm.views import Array, address_of
 
 _spare: dict[tuple[int, int], list[CudaExtent]] = {}
 """Memory of closed clients, by process and device: exported memory cannot be freed, only reused."""
@@ -198,7 +198,7 @@ class Devices:
 
     def fetch(self, source: DeviceRef) -> Array:
         array = np.empty(source.shape, source.dtype)
-        self.fetch_into(source, array.__array_interface__["data"][0])
+        self.fetch_into(source, address_of(array))
         return array
 
     def fetch_into(self, source: DeviceRef, target: int) -> None:
@@ -212,8 +212,7 @@ class Devices:
         self.synchronize(target)
         if array.nbytes:
             array = np.ascontiguousarray(array)
-            address = array.__array_interface__["data"][0]
-            self._copy(target.device, target.address, address, array.nbytes, "to_device")
+            self._copy(target.device, target.address, address_of(array), array.nbytes, "to_device")
 
     def _copy(self, device: int, target: int, source: int, size: int, direction: Direction) -> None:
         stream = self._streams.get(device)
