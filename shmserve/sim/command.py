@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m shmserve.sim",
         description="Runs the scheduler of the server over simulated time: the same decisions as in a server, with\n"
         "callers, workers and the clock simulated. No server, no model and no GPU is needed, and the\n"
-        "same words and seed give the same result.",
+        "same arguments and seed give the same result.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -81,11 +81,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME=NAME,...",
         help="this model calls these for each request, one after the other, before it computes",
     )
-    model.add_argument("--service-ms", type=_number, metavar="MS", help="the same, in ms, for every batch")
+    model.add_argument("--service-ms", type=_number, metavar="MS", help="execution time of every batch, in ms")
 
     _add_load(created.add_argument_group("the load"))
 
-    how = created.add_argument_group("how")
+    how = created.add_argument_group("the simulation")
     how.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
     how.add_argument("--fault", action="append", type=_fault, default=[], metavar="NAME=N", help="inject a fault")
     how.add_argument("--reload-every", type=_number, default=0.0, metavar="S", help="mean time to the next reload")
@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--cache-mib", type=_number, default=0.0, metavar="N", help="response cache (default: none)")
     how.add_argument("--rate-limit", action="store_true", help="instances need their resources (rate_limiter)")
     how.add_argument("--check", type=_count, default=0, metavar="N", help="check all invariants after every Nth turn")
-    how.add_argument("--compare", action="store_true", help="also a plain first-come queue under the same load")
+    how.add_argument("--compare", action="store_true", help="also simulate a first-come queue under the same load")
     how.add_argument("--json", action="store_true", help="print JSON")
     return created
 
@@ -107,7 +107,7 @@ def _add_load(load: argparse._ArgumentGroup) -> None:
     load.add_argument("--callers", type=_count, metavar="N", help="instead of --rate: callers in a closed loop")
     load.add_argument("--think-ms", type=_number, metavar="MS", help="pause of a caller between requests (default: 0)")
     load.add_argument("--recording", type=Path, metavar="FILE", help="instead of --rate: recorded arrivals")
-    load.add_argument("--sweep", type=_rates, metavar="N,N,...", help="one row for each of these rates")
+    load.add_argument("--sweep", type=_rates, metavar="N,N,...", help="simulate each of these rates; prints a row each")
     load.add_argument("--rows", type=_span, default=(1, 1), metavar="N[-M]", help="rows of a request (default: 1)")
     load.add_argument(
         "--lengths",
@@ -116,8 +116,12 @@ def _add_load(load: argparse._ArgumentGroup) -> None:
         metavar="N[-M]",
         help="size of input dimensions that are -1 (default: 1)",
     )
-    load.add_argument("--sequence", type=_span, default=(1, 1), metavar="N[-M]", help="requests of a sequence")
-    load.add_argument("--gap-ms", type=_number, default=0.0, metavar="MS", help="between requests of a sequence")
+    load.add_argument(
+        "--sequence", type=_span, default=(1, 1), metavar="N[-M]", help="requests of a sequence (default: 1)"
+    )
+    load.add_argument(
+        "--gap-ms", type=_number, default=0.0, metavar="MS", help="pause between the requests of a sequence"
+    )
     load.add_argument(
         "--distinct", type=_count, default=0, metavar="N", help="number of different inputs, for the response cache"
     )
@@ -205,41 +209,40 @@ def _plain(args: argparse.Namespace, services: dict[str, Service]) -> SimModel:
     padding = PaddingPolicy((("x", (0,)),)) if args.padding and batching is not None else None
     policy = ModelPolicy(name, 1, batches, *tensors, batching, padding=padding)
     specs = tuple(InstanceSpec(f"{name}_{index}") for index in range(args.instances or 1))
-    known = SimModel(policy, specs)
-    service = services.get(name) or services.get("")
-    return known if service is None else replace(known, service=service)
+    return SimModel(policy, specs, services.get(name) or services.get("") or Constant(MS))
 
 
-def _models(args: argparse.Namespace, asked: Sequence[str]) -> tuple[list[SimModel], list[str]]:
-    """The models to simulate, and the names of those that clients send requests to."""
+def _models(args: argparse.Namespace, recorded: Sequence[str]) -> tuple[list[SimModel], list[str]]:
+    """The models to simulate, and the names of those that clients send requests to: the `recorded` ones, if any."""
     services = _services(args)
     if args.calls and not args.repository:
         raise InvalidRequest("--calls is for models of a repository")
     if not args.repository:
-        created = _plain(args, services)
-        return [created], [created.policy.name]
+        model = _plain(args, services)
+        return [model], [model.policy.name]
     if args.max_batch or args.delay_ms is not None or args.padding:
         raise InvalidRequest(
-            "--max-batch, --delay-ms and --padding are for the plain model; a repository's says it in config.pbtxt"
+            "--max-batch, --delay-ms and --padding are for the plain model; for a model of a repository, set them in "
+            "its config.pbtxt"
         )
-    result = list(asked) or ([args.model] if args.model else names(args.repository))
-    if not asked and len(result) != 1:
-        raise InvalidRequest(f"choose a model with --model; the models are {', '.join(result) or 'none'}")
+    asked = list(recorded) or ([args.model] if args.model else names(args.repository))
+    if not recorded and len(asked) != 1:
+        raise InvalidRequest(f"choose a model with --model; the models are {', '.join(asked) or 'none'}")
     calls = dict(args.calls)
     unknown = calls.keys() - set(names(args.repository))
     if unknown:
         raise InvalidRequest(f"--calls names an unknown model '{sorted(unknown)[0]}'")
-    needed = [*result, *(called for each in calls.values() for called in each)]
-    known = models(args.repository, needed, services, args.instances or 0)
-    return [replace(model, calls=calls.get(model.policy.name, ())) for model in known], result
+    needed = [*asked, *(called for each in calls.values() for called in each)]
+    simulated = models(args.repository, needed, services, args.instances or 0)
+    return [replace(model, calls=calls.get(model.policy.name, ())) for model in simulated], asked
 
 
 def _plan(args: argparse.Namespace, rate: float) -> Plan:
     recorded = read_recording(args.recording) if args.recording else {}
     if args.recording and args.model:
         recorded = {name: replay for name, replay in recorded.items() if name == args.model}
-    known, asked = _models(args, list(recorded))
-    unknown = recorded.keys() - {model.policy.name for model in known}
+    simulated, asked = _models(args, list(recorded))
+    unknown = recorded.keys() - {model.policy.name for model in simulated}
     if unknown:
         raise InvalidRequest(
             f"the recording has requests for '{sorted(unknown)[0]}', which is not served; see --repository and --model"
@@ -250,7 +253,7 @@ def _plan(args: argparse.Namespace, rate: float) -> Plan:
     limits = Limits(rate_limit=args.rate_limit, cache_bytes=round(args.cache_mib * (1 << 20)))
     faults = Faults(**{name: round(value) if name.endswith("_ns") else value for name, value in args.fault})
     return Plan(
-        tuple(known),
+        tuple(simulated),
         tuple(loads),
         seconds,
         args.requests,
@@ -290,26 +293,25 @@ def _load(args: argparse.Namespace, name: str, replay: Replay | None, rate: floa
 
 def _first_come(plan: Plan, result: Result) -> ModelResult:
     load = plan.loads[0]
-    known = next(model for model in plan.models if model.policy.name == load.model)
-    if len(plan.loads) > 1 or known.policy.steps is not None or known.policy.sequence is not None:
-        raise InvalidRequest("a first-come queue is compared with one model, that is neither ensemble nor of sequences")
-    if isinstance(known.service, PerElement):
-        raise InvalidRequest("a first-come queue is compared with a model whose service time depends on rows only")
-    batches = known.policy.max_batch if known.policy.batching is not None else 1
-    return first_come(load, known.service, batches, len(known.instances), result.seconds, plan.seed)
+    model = next(model for model in plan.models if model.policy.name == load.model)
+    if len(plan.loads) > 1 or model.policy.steps is not None or model.policy.sequence is not None:
+        raise InvalidRequest("--compare needs a single model, which is not an ensemble and has no sequences")
+    if isinstance(model.service, PerElement):
+        raise InvalidRequest("--compare needs a model whose service time depends on rows only")
+    batches = model.policy.max_batch if model.policy.batching is not None else 1
+    return first_come(load, model.service, batches, len(model.instances), result.seconds, plan.seed)
 
 
 # ------------------------------------------------------------------------------------ output
 
 
 def _show(result: Result, beside: ModelResult | None) -> None:
-    for model in result.models.values():
-        print(f"{model.name}:")
-        for label, text in _lines(model):
-            print(f"  {label:<12}{text}")
+    shown = [(model.name, model) for model in result.models.values()]
     if beside is not None:
-        print(f"{beside.name}, first come first served:")
-        for label, text in _lines(beside):
+        shown.append((f"{beside.name}, first come first served", beside))
+    for title, model in shown:
+        print(f"{title}:")
+        for label, text in _lines(model):
             print(f"  {label:<12}{text}")
     lost = "nothing lost" if not result.lost else f"{result.lost} LOST"
     print(f"{lost}; {result.turns} turns of the broker; digest {result.digest}")
@@ -363,10 +365,10 @@ def _sweep(args: argparse.Namespace) -> int:
         rows.append(row)
     if args.json:
         print(json.dumps(rows, indent=2))
-        return 1 if lost else 0
-    print("".join(f"{title:>13}" for title in rows[0]))
-    for row in rows:
-        print("".join(f"{value:>13.2f}" for value in row.values()))
+    else:
+        print("".join(f"{title:>13}" for title in rows[0]))
+        for row in rows:
+            print("".join(f"{value:>13.2f}" for value in row.values()))
     return 1 if lost else 0
 
 
@@ -375,8 +377,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     internal error of the core is raised as an AssertionError."""
     created = parser()
     args = created.parse_args(argv)
-    if sum(bool(provided) for provided in (args.rate, args.callers, args.recording, args.sweep)) > 1:
-        created.error("--rate, --callers, --recording and --sweep: only one of them")
+    if sum(map(bool, (args.rate, args.callers, args.recording, args.sweep))) > 1:
+        created.error("use only one of --rate, --callers, --recording and --sweep")
     try:
         if args.sweep:
             return _sweep(args)
@@ -413,14 +415,14 @@ def models(
     """These models and those of their steps. `services`: by model name, "" for all others. `instances` > 0 overrides
     the number in the configuration."""
     known = names(roots)
-    results: dict[str, SimModel] = {}
+    simulated: dict[str, SimModel] = {}
     todo = list(wanted)
     while todo:
         name = todo.pop(0)
-        if name not in results:
-            created = results[name] = _model(roots, name, known, services, instances)
-            todo += [step.model for step in created.policy.steps or ()]
-    return list(results.values())
+        if name not in simulated:
+            model = simulated[name] = _model(roots, name, known, services, instances)
+            todo += [step.model for step in model.policy.steps or ()]
+    return list(simulated.values())
 
 
 def _model(

@@ -10,7 +10,8 @@ from random import Random
 
 from msgspec import Struct
 
-SECOND = 1_000_000_000
+from shmserve.sim.results import SECOND
+
 POISON = "poison"
 """Request parameter that makes a worker crash when it runs the request."""
 
@@ -72,14 +73,14 @@ class FaultDraws:
 
     def worker(self) -> tuple[int, int]:
         """The extra load time of the process, and the time from loading to its death (0: it does not die)."""
-        faults, draw = self.faults, self._workers
-        late = faults.late_ns if draw.random() < faults.late_share else 0
-        every = faults.death_every_s
-        return late, round(draw.expovariate(1 / every) * SECOND) + 1 if every else 0
+        late = self.faults.late_ns if self._workers.random() < self.faults.late_share else 0
+        return late, _lifetime_ns(self._workers, self.faults.death_every_s)
 
     def client(self) -> tuple[int, int]:
         """How long the client holds outputs, and the time from its start to its death (0: it does not die)."""
-        faults, draw = self.faults, self._clients
-        hold = faults.hold_ns if draw.random() < faults.slow_share else 0
-        every = faults.client_every_s
-        return hold, round(draw.expovariate(1 / every) * SECOND) + 1 if every else 0
+        hold = self.faults.hold_ns if self._clients.random() < self.faults.slow_share else 0
+        return hold, _lifetime_ns(self._clients, self.faults.client_every_s)
+
+
+def _lifetime_ns(draws: Random, mean_s: float) -> int:
+    return round(draws.expovariate(1 / mean_s) * SECOND) + 1 if mean_s else 0

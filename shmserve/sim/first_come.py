@@ -12,8 +12,8 @@ from collections import deque
 from random import Random
 
 from shmserve.errors import InvalidRequest
-from shmserve.sim.load import SECOND, Closed, Load
-from shmserve.sim.results import ModelResult
+from shmserve.sim.load import Closed, Load
+from shmserve.sim.results import SECOND, ModelResult
 from shmserve.sim.service import Service
 
 

@@ -13,8 +13,7 @@ from random import Random
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
-
-SECOND = 1_000_000_000
+from shmserve.sim.results import SECOND
 
 Arrival = tuple[int, int]
 """Time in ns since the start, and number of rows (0: drawn by the load)."""
@@ -106,7 +105,7 @@ class Load(Struct, frozen=True):
 
 def read_recording(path: Path) -> dict[str, Replay]:
     """Reads one JSON object per line: {"at": seconds, "model": name, "rows": 1}. Lines may be in any order."""
-    results: dict[str, list[Arrival]] = {}
+    arrivals: dict[str, list[Arrival]] = {}
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -123,5 +122,5 @@ def read_recording(path: Path) -> dict[str, Replay]:
             raise InvalidRequest(text) from error
         if at < 0 or rows < 0:
             raise InvalidRequest(f"{path}, line {number}: neither time nor rows can be negative")
-        results.setdefault(model, []).append((at, rows))
-    return {model: Replay(tuple(sorted(entries))) for model, entries in results.items()}
+        arrivals.setdefault(model, []).append((at, rows))
+    return {model: Replay(tuple(sorted(entries))) for model, entries in arrivals.items()}

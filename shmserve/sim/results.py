@@ -212,10 +212,10 @@ class Digest:
 
     def add(self, client: int, number: int, at: int, code: str) -> None:
         pending = self._pending
-        known = self._codes.get(code)
-        if known is None:
-            known = self._codes[code] = crc32(code.encode()) + 1
-        pending.extend((client, number, at, known))
+        number_of_code = self._codes.get(code)
+        if number_of_code is None:
+            number_of_code = self._codes[code] = crc32(code.encode()) + 1
+        pending.extend((client, number, at, number_of_code))
         if len(pending) >= _PENDING:
             self._flush()
 

@@ -18,7 +18,7 @@ from shmserve.sim.load import Replay
 from shmserve.sim.plan import Plan, SimModel
 from shmserve.sim.processes.clients import LoadSource, RequestSource, SimClient
 from shmserve.sim.processes.sim_lease import SimLease
-from shmserve.sim.processes.worker import SimWorker
+from shmserve.sim.processes.worker import EXITED, SimWorker
 from shmserve.sim.results import SECOND, ModelResult, Result
 from shmserve.sim.world import START, World
 
@@ -193,7 +193,7 @@ class Simulation:
         result = self._results[worker.model.policy.name]
         if worker.running is not None:
             result.busy_ns += self.world.now - worker.running.began
-        if reason != "exit code 0":
+        if reason != EXITED:
             result.deaths += 1
         self.world.at(self.world.now + self._plan.link_ns, self._gone, events.Exited(worker.peer, reason))
 
@@ -242,9 +242,9 @@ class Simulation:
         for source, model in enumerate(self._plan.models, 1):
             policy = model.policy
             if policy.name == name:
-                known = policy if policy.steps is not None else None
+                ensemble = policy if policy.steps is not None else None
                 targets.append(
-                    events.Target(policy.version, source, model.instances, known, model.memory, model.scaling)
+                    events.Target(policy.version, source, model.instances, ensemble, model.memory, model.scaling)
                 )
         self._operations += 1
         self.world.arrive((0, events.Deploy(name, tuple(targets), self._operations, fresh)))
@@ -280,10 +280,10 @@ class Simulation:
         for number, load in enumerate(plan.loads):
             if not plan.seconds and not plan.requests and not isinstance(load.arrivals, Replay):
                 raise InvalidRequest("a plan needs an end: seconds, or a number of requests")
-            results = [model for model in plan.models if model.policy.name == load.model]
-            if not results:
+            versions = [model for model in plan.models if model.policy.name == load.model]
+            if not versions:
                 raise InvalidRequest(f"the load asks for model '{load.model}', which the plan does not have")
-            model = max(results, key=lambda model: model.policy.version)
+            model = max(versions, key=lambda model: model.policy.version)
             sources.append(LoadSource(self.world, load, model, self._results[load.model], number, self.connect))
         return sources
 

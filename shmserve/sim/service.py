@@ -119,13 +119,14 @@ def _drawn(times: tuple[int, ...], share: float) -> int:
 
 def time_ns(text: str) -> int:
     """Parses a duration: 300us, 5ms, 1.5s."""
-    result = _TIME.fullmatch(text.strip())
-    if result is None:
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
         raise InvalidRequest(f"'{text}' is not a duration, such as 300us, 5ms or 1.5s")
-    return round(float(result[1]) * UNITS[result[2]])
+    return round(float(match[1]) * UNITS[match[2]])
 
 
 def parse(text: str) -> Service:
+    """Parses a service time in one of the `FORMS`."""
     kind, colon, rest = text.partition(":")
     if colon and kind == "table":
         return read_table(Path(rest))
@@ -148,11 +149,11 @@ def parse(text: str) -> Service:
 def read_table(path: Path) -> Table:
     """Reads a JSON object: rows -> one time or a list of times, in milliseconds."""
     try:
-        provided = json.loads(path.read_text())
+        table = json.loads(path.read_text())
         entries = []
-        for rows, times in provided.items():
-            result = times if isinstance(times, list) else [times]
-            entries.append((int(rows), tuple(sorted(round(float(ms) * 1e6) for ms in result))))
+        for rows, times in table.items():
+            times_ms = times if isinstance(times, list) else [times]
+            entries.append((int(rows), tuple(sorted(round(float(ms) * 1e6) for ms in times_ms))))
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise InvalidRequest(f"{path} is not a table of service times: {error}; see docs/sizing.md") from error
     if not entries or any(rows < 1 or not times or times[0] < 0 for rows, times in entries):

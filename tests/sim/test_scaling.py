@@ -9,9 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.core.policy import InstanceSpec, ScaledGroup, ScalingPolicy
-from shmserve.sim.load import SECOND, Closed, Load, Poisson, Replay
+from shmserve.sim.load import Closed, Load, Poisson, Replay
 from shmserve.sim.plan import MS, Plan, SimModel
-from shmserve.sim.results import ModelResult
+from shmserve.sim.results import SECOND, ModelResult
 from shmserve.sim.run import simulate
 from shmserve.sim.service import Constant, Lognormal, Service
 from tests.sim.plans import policy

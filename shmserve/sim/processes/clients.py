@@ -174,10 +174,10 @@ class SimClient:
         """Holds outputs in shared memory that is not the client's own for `hold_ns`, then returns them."""
         for tensor in outputs:
             if type(tensor.data) is tuple:
-                created = tuple(handle for handle in tensor.data if handle.segment != self.segment)
-                if created:
-                    self.holds += len(created)
-                    self._world.at(at + self._hold_ns, self._give_back, created)
+                handles = tuple(handle for handle in tensor.data if handle.segment != self.segment)
+                if handles:
+                    self.holds += len(handles)
+                    self._world.at(at + self._hold_ns, self._give_back, handles)
 
     def _give_back(self, handles: tuple[Handle, ...]) -> None:
         if not self.dead:
@@ -249,8 +249,6 @@ class LoadSource:
         self.closed = isinstance(load.arrivals, Closed)
         """Callers wait for responses. Only clients of closed loads accept leases: clients of other loads seldom have
         exactly one request in flight."""
-        self._newest: SimClient
-        """The client of the last request."""
         self._timeout_us = load.timeout_ns // 1000
         self._sequence_count = 0
         self._first_sequence = (number + 1) << 32
@@ -271,11 +269,11 @@ class LoadSource:
 
     def _next_arrival(self) -> None:
         assert self._arrivals is not None
-        result = next(self._arrivals, None)
-        if result is None:
+        arrival = next(self._arrivals, None)
+        if arrival is None:
             self.world.sources -= 1
         else:
-            at, rows = result
+            at, rows = arrival
             self.world.at(self.world.began + at + self._way_ns, self._arrive, rows)
 
     def _arrive(self, rows: int) -> None:
@@ -287,7 +285,8 @@ class LoadSource:
         world = self.world
         sent = world.now - self._way_ns
         if world.may_send(sent):
-            world.arrive(self._new_request(rows, None, False, sent))
+            client, infer = self._new_request(rows, None, False, sent)
+            world.arrive((client.peer, infer))
             self._next_arrival()
 
     def _call(self, rows: int) -> bool:
@@ -301,15 +300,15 @@ class LoadSource:
             low, high = self.load.sequence
             length = self._draws.randint(max(low, 1), max(high, low, 1))
             sequence = SimSequence(self._first_sequence + self._sequence_count, length)
-        peer, infer = self._new_request(rows, sequence, sequence is not None, now)
-        lease = self._newest.lease_for(infer) if self._newest.leases else None
+        client, infer = self._new_request(rows, sequence, sequence is not None, now)
+        lease = client.lease_for(infer) if client.leases else None
         if lease is not None:
             lease.send(infer)
         else:
-            self.world.send_from_client(now, peer, infer)
+            self.world.send_from_client(now, client.peer, infer)
         return True
 
-    def _new_request(self, rows: int, sequence: SimSequence | None, first: bool, now: int) -> tuple[int, Infer]:
+    def _new_request(self, rows: int, sequence: SimSequence | None, first: bool, now: int) -> tuple[SimClient, Infer]:
         world, load = self.world, self.load
         if not rows:
             low, high = load.rows
@@ -317,7 +316,6 @@ class LoadSource:
         self._turn += 1
         clients = self.clients
         client = clients[self._turn % len(clients)] if sequence is None else clients[sequence.number % len(clients)]
-        self._newest = client
         number = client.next_number()
         request = SimRequest(self, now, now + load.timeout_ns if load.timeout_ns else 0, sequence)
         options = self._options
@@ -331,7 +329,7 @@ class LoadSource:
         low, high = load.lengths
         length = low if low == high else self._draws.randint(low, high)
         inputs = self._inputs.make(rows if self._batches else 0, client.segment, self._draws, length)
-        return client.peer, Infer(number, load.model, 0, inputs, None, self._timeout_us, options)
+        return client, Infer(number, load.model, 0, inputs, None, self._timeout_us, options)
 
     def _special_options(self, client: SimClient, number: int, request: SimRequest, first: bool) -> Options:
         """The options of requests with sequences, windows or faults."""
@@ -380,7 +378,8 @@ class LoadSource:
         self.world.unanswered -= 1
         if sequence.remaining:
             now = self.world.now
-            self.world.send_from_client(now, *self._new_request(0, sequence, False, now))
+            client, infer = self._new_request(0, sequence, False, now)
+            self.world.send_from_client(now, client.peer, infer)
 
     def replace(self, dead: SimClient) -> None:
         """Replaces a dead client. Its sequences end."""

@@ -56,6 +56,8 @@ from shmserve.sim.results import ModelResult
 from shmserve.sim.service import BY_LENGTH
 from shmserve.sim.world import World
 
+EXITED = "exit code 0"
+"""The reason for the end of a process that was stopped."""
 ANSWERS = frozenset((Reply, Part, Fail, FailHeld, Released))
 _OWN = 1 << 20
 """Lower half of the segment number for its inputs to calls, far above those of its outputs."""
@@ -242,7 +244,7 @@ class SimWorker:
             if batch is not None and batch.open:
                 self._send(Started(batch.number, batch.through))
             if self._stopping and batch is None:
-                self._end(self, "exit code 0")
+                self._end(self, EXITED)
 
     def _send(self, message: Any) -> None:
         self._world.send_from_worker(self.peer, message)
@@ -370,7 +372,7 @@ class SimWorker:
             done.next, done.through = following.number, following.through
         self._send(done)
         if following is None and self._stopping:
-            self._end(self, "exit code 0")
+            self._end(self, EXITED)
 
     def _perhaps_failed(self, row: Row) -> Row:
         if any(isinstance(tensor.data, tuple) for tensor in row.outputs) or not self._faults.answer_fails():
@@ -440,7 +442,7 @@ class SimWorker:
             self._end_lease()
         self.serve()
         if self._stopping and self._lease is None:
-            self._end(self, "exit code 0")
+            self._end(self, EXITED)
 
     # ------------------------------------------------------------------------------------ several responses or runs
 
