@@ -27,7 +27,8 @@ PENDING_BATCHES = 2
 """Limit of requests at a shadow: this many full batches for each instance."""
 PENDING_BYTES = 256 << 20
 """Limit of tensors in shared memory that are kept, for all shadows together."""
-LOG_NS = 60 * 1_000_000_000
+LOG_NS = 60_000_000_000
+"""Minimum time between two log entries about one shadow."""
 EQUAL, OUTPUT, DIFFERENCE = "equal", "output", "difference"
 """Parameters with which a worker reports a comparison."""
 
@@ -78,7 +79,7 @@ class Comparison(Struct, eq=False):
         elif EQUAL in parameters:
             _count(state, version, shadow, "different")
             output, difference = parameters.get(OUTPUT, ""), parameters.get(DIFFERENCE, "")
-            text = f"answers otherwise than version {version.number}: output '{output}' {difference}"
+            text = f"answers differently from version {version.number}: output '{output}' {difference}"
             _log(state, version, shadow, text)
         else:
             reason = result.text if isinstance(result, Fail | FailHeld) else "its outputs were not compared"

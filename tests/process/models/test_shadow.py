@@ -95,7 +95,7 @@ def test_differences_and_failures_of_the_shadow_are_counted_and_logged(server: S
         await_counts(client, 3, **{name: count for name, count in expected.items() if count})
     assert "version 3 compared with 1: 1 equal, 1 different, 1 failed, 0 skipped" in cli(server, "traffic", "m")
     logs = "\n".join(record["text"] for record in client.logs("m")["records"])
-    assert "version 3 answers otherwise than version 1: output 'y' differs by 10 % of its largest value" in logs
+    assert "version 3 answers differently from version 1: output 'y' differs by 10 % of its largest value" in logs
     found = json.loads(cli(server, "traffic", "m", "--no-shadow", "--json"))
     assert found["shadow"] == {}
     assert [pair["different"] for pair in found["compared"]] == [1]
