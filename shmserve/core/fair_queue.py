@@ -41,8 +41,8 @@ class FairQueue(Generic[T]):
         self.users: dict[str, _User[T]] = {}
         """Next user first. Invariant: each user has members, so the dict is empty if and only if the queue is."""
 
-    def __len__(self) -> int:
-        return len(self.users)
+    def __bool__(self) -> bool:
+        return bool(self.users)
 
     def counts(self) -> dict[str, int]:
         return {user: len(turns) for user, turns in self.users.items()}

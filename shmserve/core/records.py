@@ -1,7 +1,7 @@
 """The records of the core that refer to each other: request, requesters, instance, sequence and model version.
 
 A record keeps its own fields consistent; the other packages of the core find records in `State` and decide what happens
-to them. Their containers are generic (`Batch`, `SequenceSlots`, `RequestQueue`).
+to them.
 """
 
 from __future__ import annotations
@@ -713,8 +713,12 @@ class Sequence(Struct, eq=False):
         """Removes a queued request, which leaves a gap and so fails the sequence."""
         self.requests.remove(request)
         self.sequence_slots.gone(request)
-        self.mark_changed()
+        self.end_cancelled()
+
+    def end_cancelled(self) -> None:
+        """One of its requests was cancelled, so its later ones fail."""
         self.fail("CANCELLED", f"an earlier request of sequence {self.id!r} was cancelled, which ended the sequence")
+        self.mark_changed()
 
     def run_again(self, request: Request) -> None:
         """An iterative model reschedules the request, which returns to the head of the sequence."""
@@ -764,7 +768,7 @@ class SequenceSlots:
         return len(self.backlog) + sum(slot is not None for slots in self.bound.values() for slot in slots)
 
     def all(self) -> list[Sequence]:
-        return [*self.backlog, *(found for slots in self.bound.values() for found in slots if found is not None)]
+        return [*self.backlog, *(one for slots in self.bound.values() for one in slots if one is not None)]
 
     def at(self, instance: Instance) -> list[Sequence]:
         return [sequence for sequence in self.bound.get(instance, ()) if sequence is not None]
@@ -1171,11 +1175,11 @@ class Version:
 
     def take_traceback(self) -> str:
         """The traceback to log for a failed load; "" if the last logged attempt failed with the same one."""
-        found, self.traceback = self.traceback, ""
-        if found == self.logged_traceback:
+        traceback, self.traceback = self.traceback, ""
+        if traceback == self.logged_traceback:
             return ""
-        self.logged_traceback = found
-        return found
+        self.logged_traceback = traceback
+        return traceback
 
     @property
     def healthy(self) -> bool:

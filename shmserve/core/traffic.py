@@ -31,7 +31,7 @@ class Traffic(Struct, frozen=True):
         self,
         shares: Mapping[int, int] | None,
         aliases: Mapping[str, int | None],
-        shadow: Mapping[int, int] | None = None,
+        shadow: Mapping[int, int] | None,
     ) -> Traffic:
         """Returns a copy with these shares and this shadow instead of the current ones (None: unchanged), and these
         aliases in addition to the current ones (version None: remove the alias)."""
@@ -43,12 +43,12 @@ class Traffic(Struct, frozen=True):
 
     def weights(self, ready: Collection[int]) -> list[tuple[int, int]]:
         """The versions that get requests while these are READY, with their weights, the largest first."""
-        found = [(number, percent) for number, percent in self.shares.items() if percent and number in ready]
+        weights = [(number, percent) for number, percent in self.shares.items() if percent and number in ready]
         others = set(ready) - self.shares.keys()
         remaining = 100 - sum(self.shares.values())
         if others and remaining > 0:
-            found.append((max(others), remaining))
-        return sorted(found, key=lambda entry: (entry[1], entry[0]), reverse=True)
+            weights.append((max(others), remaining))
+        return sorted(weights, key=lambda entry: (entry[1], entry[0]), reverse=True)
 
     @property
     def text(self) -> str:

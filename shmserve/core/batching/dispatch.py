@@ -23,7 +23,7 @@ MAX_STREAMS = 32
 """Maximum number of requests in a batch for an engine that forms its batches itself. If each generates several texts,
 there may be no room for all, and those that wait in the worker can no longer be overtaken."""
 _READY = VersionState.READY
-_QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
+_QUEUED, _SENT, _LINGERING = RequestState.QUEUED, RequestState.SENT, RequestState.LINGERING
 
 
 # ------------------------------------------------------------------------------------ to workers
@@ -105,8 +105,8 @@ def may_start(state: State, version: Version, instance: Instance) -> bool:
     return limiter is None or limiter.acquire(version, instance)
 
 
-def stopped(state: State, instance: Instance) -> None:
-    """The instance is idle: releases its resources to others."""
+def release_resources(state: State, instance: Instance) -> None:
+    """Releases the resources of an instance that is idle, or blocked by a call, to others."""
     if state.limiter is not None:
         for version in state.limiter.release(instance):
             state.to_dispatch[version] = None
@@ -136,7 +136,7 @@ def _try_suspect(state: State, version: Version, now: int) -> None:
         return
     request = version.suspects.popleft()
     version.trial = instance
-    batch: Batch = Batch([], request.cost, Reason.ALONE, request.signature, now)
+    batch = Batch([], request.cost, Reason.ALONE, request.signature, now)
     start(state, version, instance, batch, [request], now)
 
 
@@ -181,7 +181,7 @@ def _start_batch(state: State, version: Version, instance: Instance, now: int) -
     if state.limiter is not None and instance.running is None and not may_start(state, version, instance):
         return False
     requests = take(version, plan)
-    batch: Batch = Batch([], plan.rows, plan.reason, requests[0].signature, now)
+    batch = Batch([], plan.rows, plan.reason, requests[0].signature, now)
     if instance.running is None:
         start(state, version, instance, batch, requests, now)
     else:
@@ -453,15 +453,15 @@ def sends_ahead(version: Version, prefetch_ns: int) -> bool:
 
 def busy(version: Version) -> list[Instance]:
     """Busy instances that may take more work, in the order in which they will probably finish."""
-    kept = (version.trial, version.reserved)
-    found = [
+    for_suspects = (version.trial, version.reserved)
+    able = [
         i
         for i in version.instances
-        if not i.idle and i.usable and i not in kept and not (i.waits or i.quarantined or i.lease)
+        if not i.idle and i.usable and i not in for_suspects and not (i.waits or i.quarantined or i.lease)
     ]
-    if len(found) > 1:
-        found.sort(key=_began)
-    return found
+    if len(able) > 1:
+        able.sort(key=_began)
+    return able
 
 
 def place_for(version: Version, suspect: Request) -> Instance | None:

@@ -52,7 +52,7 @@ def count(state: State, version: Version, lending: Lending, requests: list[Reque
 
 
 def count_waiting(state: State, version: Version, lending: Lending, batch: Batch) -> None:
-    """The same, called with each batch that has waited at its instance: its requests arrived while others ran."""
+    """Like `count`, for each batch that has waited at its instance: its requests arrived while others ran."""
     if lending.batch > 1:
         count(state, version, lending, batch.requests())
     else:
@@ -178,8 +178,8 @@ def _possible(state: State, version: Version, lending: Lending, instance: Instan
     if len(state.leases) + len(state.offers) >= state.limits.leases:
         return None
     leases = (*state.leases.values(), *state.offers.values())
-    known = [lease.version.model for lease in leases if lease.client is client]
-    if len(known) >= CLIENT_LEASES or version.model in known:  # a client identifies its leases by model
+    own = [lease.version.model for lease in leases if lease.client is client]
+    if len(own) >= CLIENT_LEASES or version.model in own:  # a client identifies its leases by model
         return None
     if version.model in state.splits or version.model in state.shadows:  # the next request may be for another version
         return None
@@ -191,8 +191,8 @@ def _possible(state: State, version: Version, lending: Lending, instance: Instan
 def _message(lease: Lease, lending: Lending, offer: bool) -> messages.Lease:
     version, payer = lease.version, lease.payer
     name = payer.name if type(payer) is Caller else ""
-    about = (lease.number, version.model, version.number, lending.rows, lease.default, name)
-    return messages.Lease(*about, _batch(lease, lending), offer)
+    batch = _batch(lease, lending)
+    return messages.Lease(lease.number, version.model, version.number, lending.rows, lease.default, name, batch, offer)
 
 
 def _batch(lease: Lease, lending: Lending) -> int:
@@ -244,8 +244,8 @@ def _goes_elsewhere(state: State, version: Version) -> bool:
 
 
 def _hides_traces(state: State, instance: Instance) -> bool:
-    """Would a lease hide requests from traces? The broker sees neither the tensors of a leased request nor its number,
-    by which the model's calls refer to it."""
+    """True if a lease would hide requests from traces: the broker sees neither the tensors of a leased request nor its
+    number, by which the model's calls refer to it."""
     return instance.caller is not None or state.observers.traces.with_tensors
 
 
@@ -353,19 +353,18 @@ def count_logged(state: State, reading: LeaseRead) -> None:
     lease, batches = state.leases.get(reading.lease), reading.batches
     if lease is None:
         return
-    served = sum(batch[-1] for batch in batches)
     if batches:
+        served = sum(batch[-1] for batch in batches)
         lease.served += served
         lease.recorded = batches[-1][0]
-        taken = sorted([placed - start for _, start, _, _, placed, _, _, requests in batches if requests > 1])
-        lease.slow = bool(taken) and taken[len(taken) // 2] > SHORT_NS
-    if lease.instance.lease == lease.number:
-        runs = reading.running and reading.since != lease.recorded
-        lease.instance.leased_since = max(reading.since, lease.resumed) if runs else 0
-    reason = Reason.IDLE if lease.version.service.batch_rules is not None else Reason.SINGLE
-    if batches:
+        times = sorted([placed - start for _, start, _, _, placed, _, _, requests in batches if requests > 1])
+        lease.slow = bool(times) and times[len(times) // 2] > SHORT_NS
         if state.memory.limited:
             lease.version.sleep_state.used_by(lease.payer.user, served)
         lease.payer.enter(served)
         lease.payer.leave(served, sum((placed - arrived) * n for arrived, _, _, _, placed, _, _, n in batches))
+        reason = Reason.IDLE if lease.version.service.batch_rules is not None else Reason.SINGLE
         state.observers.leased(lease, batches, reason)
+    if lease.instance.lease == lease.number:
+        runs = reading.running and reading.since != lease.recorded
+        lease.instance.leased_since = max(reading.since, lease.resumed) if runs else 0

@@ -10,7 +10,7 @@ from shmserve.core.states import BatchState, RequestState, move
 from shmserve.core.termination import kill, kill_for_protocol_error, watch
 from shmserve.protocol.worker_messages import Done, Rows, Started, Withdrawn
 
-_QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
+_SENT, _LINGERING = RequestState.SENT, RequestState.LINGERING
 
 
 def started(state: State, version: Version, instance: Instance, message: Started, now: int) -> None:
@@ -63,7 +63,7 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
     batch.end()
     instance.running = None
     if state.limiter is not None:
-        dispatch.stopped(state, instance)
+        dispatch.release_resources(state, instance)
     if instance.deaths or instance.quarantined:
         _recovered(state, version, instance)
     if version.trial is instance:

@@ -43,12 +43,12 @@ def version_of(state: State, client: ClientState, model: str, number: int, optio
 def _find(state: State, model: str, number: int, key: int | str, user: str) -> Sequence | None:
     """The sequence for callers that request version `number`; 0 is the default version."""
     sequences = state.sequences
-    found = sequences.get((model, number, key, user))
-    if found is not None:
-        return found
+    sequence = sequences.get((model, number, key, user))
+    if sequence is not None:
+        return sequence
     if number:
-        found = sequences.get((model, 0, key, user))
-        return found if found is not None and found.version.number == number else None
+        sequence = sequences.get((model, 0, key, user))
+        return sequence if sequence is not None and sequence.version.number == number else None
     default = state.ready.get(model)
     return sequences.get((model, default.number, key, user)) if default is not None else None
 
@@ -73,9 +73,9 @@ def check(state: State, client: ClientState, version: Version, number: int, opti
         )
     control = policy.sequence.id_control
     if control is not None and isinstance(key, str) is not (control.dtype == "BYTES"):
-        given = "BYTES" if isinstance(key, str) else "UINT64"
+        dtype = "BYTES" if isinstance(key, str) else "UINT64"
         raise InvalidRequest(
-            f"sequence batching control '{control.name}' data-type is '{given}', but model '{model}' expects "
+            f"sequence batching control '{control.name}' data-type is '{dtype}', but model '{model}' expects "
             f"'{control.dtype}': found correlation ID {key!r}"
         )
     if isinstance(key, int) and key < 0:
@@ -247,7 +247,7 @@ def _run(state: State, version: Version, slots: SequenceSlots, instance: Instanc
         request.slot = sequence.slot if slots.policy.direct and version.batches else -1
         requests.append(request)
         slots.gone(request)
-    batch: Batch = Batch([], plan.rows, plan.reason, signature, now)
+    batch = Batch([], plan.rows, plan.reason, signature, now)
     if slots.policy.direct and version.batches:
         batch.slots = 1 + max(sequence.slot for sequence in slots.at(instance))
     start(state, version, instance, batch, requests, now)

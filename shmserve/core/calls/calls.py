@@ -23,7 +23,7 @@ from shmserve.core.models import loading
 from shmserve.core.records import CallingWorker, Instance, Payer, Request, Version
 from shmserve.core.service.graph import handles_of
 from shmserve.core.state import STOPPING, State
-from shmserve.core.states import InstanceState, RequestState
+from shmserve.core.states import InstanceState
 from shmserve.core.termination import kill_for_protocol_error
 from shmserve.errors import InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.protocol import roles
@@ -32,8 +32,6 @@ from shmserve.protocol.worker_messages import Call
 
 USER = "worker"
 """The user of sequences that models start."""
-
-_ANSWERED = (RequestState.LINGERING, RequestState.ENDED)
 
 
 class ModelCalls:
@@ -69,7 +67,7 @@ class ModelCalls:
             return
         if instance.state is InstanceState.STARTING:  # the called model may have to load first
             loading.load_over(self.state, instance)
-        if message.held and request.state not in _ANSWERED:
+        if message.held and request.state not in deadlock.ANSWERED:
             stuck = deadlock.closes_cycle(self.state, request)
             if stuck:
                 exit.fail_early(self.state, request, "UNAVAILABLE", stuck)
@@ -145,9 +143,7 @@ class ModelCalls:
         state.to_dispatch[version] = None
         if state.loading.queue:  # other instances of the version may be needed now
             state.memory.changed = True
-        if state.limiter is not None:
-            for other in state.limiter.release(instance):
-                state.to_dispatch[other] = None
+        dispatch.release_resources(state, instance)
 
     def resume_answered(self) -> None:
         """Resumes the instances whose last call has been answered."""
@@ -168,7 +164,7 @@ class ModelCalls:
             if state.limiter is not None:
                 state.limiter.take_again(instance)
             if not instance.watched:
-                dispatch.check_hang(self.state, version, instance, state.now)
+                dispatch.check_hang(state, version, instance, state.now)
         elif instance.lease:
             state.leases[instance.lease].resumed = state.now
             instance.leased_since = instance.leased_since and state.now
@@ -185,7 +181,7 @@ class ModelCalls:
 class _Call:
     """What intake asks of a call. `waited`: the request under which it has waited for its model to load."""
 
-    def __init__(self, calls: ModelCalls, caller: CallingWorker, message: Call, waited: Request | None = None) -> None:
+    def __init__(self, calls: ModelCalls, caller: CallingWorker, message: Call, waited: Request | None) -> None:
         self._calls = calls
         self._caller = caller
         self._message = message

@@ -19,7 +19,8 @@ from shmserve.core.records import Instance, Request, Version
 from shmserve.core.state import State
 from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
 
-_ANSWERED = (RequestState.LINGERING, RequestState.ENDED, RequestState.DONE)
+ANSWERED = (RequestState.LINGERING, RequestState.ENDED, RequestState.DONE)
+"""States of requests that no caller waits for any more, or only for the responses to earlier ones."""
 
 Stuck = dict[Instance, None]
 
@@ -94,7 +95,7 @@ def _blocked_by(state: State, request: Request, stuck: Stuck) -> Instance | None
 
 def _runs_at(state: State, request: Request, stuck: Stuck) -> Instance | None:
     run = state.runs.get(request.number)
-    if request.state in _ANSWERED or (run is not None and run.failure is not None):
+    if request.state in ANSWERED or (run is not None and run.failure is not None):
         return None
     if run is not None:
         return _held_up_by(state, run, stuck)

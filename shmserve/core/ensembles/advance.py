@@ -26,9 +26,6 @@ from shmserve.core.stats.statistics import FailureKind
 from shmserve.errors import Internal, InvalidRequest, ServeError
 from shmserve.protocol.messages import Fail, Part, Reply, Tensor, Value
 
-_NONE: frozenset[int] = frozenset()
-_QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
-
 _CLASSES = (-1,)
 """Dims of a classification output."""
 ROWS_TOGETHER = 32
@@ -109,8 +106,8 @@ class Ensembles:
         last = not isinstance(message, Part) or message.last
         if message.outputs or not (last and isinstance(message, Part)):
             produced = {tensor.name: tensor for tensor in message.outputs}
-            found = [(name, produced.get(own)) for own, name in run.graph.steps[index].outputs]
-            for kept in run.begin(iteration.level + 1, found, True, run.members[index].service.graph is not None):
+            outputs = [(name, produced.get(own)) for own, name in run.graph.steps[index].outputs]
+            for kept in run.begin(iteration.level + 1, outputs, True, run.members[index].service.graph is not None):
                 self._release_tensor(run, kept)
         if last:
             del run.sources[iteration.level]
@@ -124,10 +121,10 @@ class Ensembles:
         for row in range(len(rows)):
             for tensor in rows[row]:
                 tensors.setdefault(tensor.name, []).append(tensor)
-        for name, found in tensors.items():
-            if len(found) != len(rows):
-                raise InvalidRequest(f"'{name}' of step {index} exists for only {len(found)} of {len(rows)} rows")
-        return [graph.together(found, policy.max_batch > 0) for found in tensors.values()]
+        for name, parts in tensors.items():
+            if len(parts) != len(rows):
+                raise InvalidRequest(f"'{name}' of step {index} exists for only {len(parts)} of {len(rows)} rows")
+        return [graph.together(parts, policy.max_batch > 0) for parts in tensors.values()]
 
     def _finish_step(self, run: Run, iteration: Iteration, index: int, outputs: Iterable[Tensor]) -> None:
         """Called when the step has left its worker: stores its outputs and releases its inputs."""
@@ -345,21 +342,21 @@ class Ensembles:
             exit.deliver(self._state, request, Fail(request.client_number, code, text))
             return
         request.requester.fail_early(request, code, text)
-        request.move(_LINGERING)
+        request.move(RequestState.LINGERING)
         request.requester.detached(request)
 
     def _give_up(self, step: Request) -> None:
-        if step.state is _QUEUED:
+        if step.state is RequestState.QUEUED:
             step.version.drop(step)
             self._state.to_dispatch[step.version] = None
             exit.end(self._state, step)
             if step.version.service.order is not None:
                 exit.respond_in_order(self._state, step.version)
-        elif step.state in (_SENT, _OPEN):
+        elif step.state in (RequestState.SENT, RequestState.OPEN):
             exit.linger(self._state, step)
-        elif step.state is _DONE:
+        elif step.state is RequestState.DONE:
             exit.drop_done(self._state, step)
-        elif step.state is _CHAINED:
+        elif step.state is RequestState.CHAINED:
             inner = self._state.runs[step.number]
             inner.fail("CANCELLED", "its ensemble has failed")
             self._state.runs.to_advance[inner] = None
@@ -374,7 +371,7 @@ class Ensembles:
     def _close(self, run: Run) -> None:
         """Removes the run: no worker has any of its steps."""
         request = run.request
-        if request.state is _LINGERING:
+        if request.state is RequestState.LINGERING:
             exit.released(self._state, request)
         for iteration in run.iterations():
             self._close_iteration(run, iteration)

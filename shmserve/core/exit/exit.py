@@ -166,9 +166,13 @@ def respond_row(state: State, version: Version, instance: Instance, batch: Batch
         state.outputs.refuse(instance, row.outputs)
         fail(state, request, row.error.code, row.error.text)
     elif not _reply(state, version, instance, request, row, taken):
-        text = f"{version.label} sent a response with memory that it does not own"
-        fail(state, request, "INTERNAL", text)
-        kill_for_protocol_error(state, version, instance, "memory in a response")
+        refuse_memory(state, version, instance, request)
+
+
+def refuse_memory(state: State, version: Version, instance: Instance, request: Request) -> None:
+    """Fails a request whose response refers to memory that the worker may not give, and kills the worker."""
+    fail(state, request, "INTERNAL", f"{version.label} sent a response with memory that it does not own")
+    kill_for_protocol_error(state, version, instance, "memory in a response")
 
 
 def _reply(state: State, version: Version, instance: Instance, request: Request, row: Row, taken: int) -> bool:
@@ -278,9 +282,7 @@ def linger(state: State, request: Request) -> None:
     if is_stream(request):
         state.abandoned[request.payer.user] += 1
     if request.sequence is not None:
-        text = f"an earlier request of sequence {request.sequence.id!r} was cancelled, which ended the sequence"
-        request.sequence.fail("CANCELLED", text)
-        request.sequence.mark_changed()
+        request.sequence.end_cancelled()
         state.to_dispatch[request.version] = None
     request.requester.detached(request)
     instance, batch = request.instance, request.batch

@@ -19,8 +19,6 @@ from shmserve.protocol.messages import More
 from shmserve.protocol.worker_messages import BUFFER_BYTES, Prefilled, Row, Streamed, Unread
 
 _SENT, _OPEN, _LINGERING = RequestState.SENT, RequestState.OPEN, RequestState.LINGERING
-
-
 MAX_WINDOW = 2**63 - 1
 """The largest number that a message can contain."""
 
@@ -63,9 +61,7 @@ def _row(state: State, version: Version, instance: Instance, row: Row, now: int)
     elif row.error is not None:
         exit.fail(state, request, row.error.code, row.error.text)
     elif not taken:
-        text = f"{version.label} sent a response with memory that it does not own"
-        exit.fail(state, request, "INTERNAL", text)
-        kill_for_protocol_error(state, version, instance, "memory in a response")
+        exit.refuse_memory(state, version, instance, request)
     else:
         state.observers.computed(request, 0)
         exit.respond_part(state, request, row.outputs, row.parameters, True)

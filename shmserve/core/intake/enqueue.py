@@ -34,8 +34,8 @@ def level(
             f"model '{version.model}' does not use sequence batching; send the request without a sequence"
         )
     queue = service.queue
-    number = queue.level_of(options.priority) if options is not None else queue.default_level
-    waiting = queue.level(number)
+    priority = queue.level_of(options.priority) if options is not None else queue.default_level
+    waiting = queue.level(priority)
     limit = waiting.policy.max_size
     if limit and len(waiting) >= limit:
         dispatch.dispatch(state, version, now)  # earlier requests of this turn may leave the queue
@@ -44,7 +44,7 @@ def level(
             f"Exceeds maximum queue size: {limit} requests are queued for model '{version.model}'; raise "
             "max_queue_size or add instances"
         )
-    return number
+    return priority
 
 
 def check_prompt(
@@ -117,6 +117,8 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
         sequence_scheduler.put(state, version, number, request, now)
         return
     _set_queue_timeout(state, version, request, now)
+    if service.order is not None:
+        service.order.append(request)
     _add_prompt(request, now)
     service.queue.add(request)
     if 0 < request.queue_expires < now + SHORTEST_WAIT_NS:
@@ -160,13 +162,10 @@ def _cached(state: State, version: Version, request: Request, now: int) -> bool:
 
 
 def _set_queue_timeout(state: State, version: Version, request: Request, now: int) -> None:
-    service = version.service
     limit = _queue_limit_ns(version, request.level, request.options)
     if limit:
         request.queue_expires = now + limit  # after its wait for the model to load, if any
         state.set_timer(request.queue_expires, Timer.QUEUE, request)
-    if service.order is not None:
-        service.order.append(request)
 
 
 def _queue_limit_ns(version: Version, level: int, options: Options | None) -> int:

@@ -165,7 +165,7 @@ class Lifecycle:
         running, waiting = instance.running, instance.waiting
         alone = _ran_alone(instance)
         instance.running = instance.waiting = None
-        dispatch.stopped(self._state, instance)
+        dispatch.release_resources(self._state, instance)
         if instance.lease:
             self._lose_lease(version, instance, reason)
         if version.trial is instance:
@@ -187,7 +187,7 @@ class Lifecycle:
             if request.state is RequestState.SENT:
                 dispatch.put_back(self._state, version, request)
             else:
-                exit.fail(self._state, request, "", "")
+                exit.released(self._state, request)
         for batch in (running, waiting):
             if batch is not None:
                 batch.end()
@@ -306,7 +306,7 @@ class Lifecycle:
     def retry(self, version: Version, instance: Instance, now: int) -> None:
         if instance.state is _I.ASLEEP and instance.retry_at <= now:
             sleep.may_wake_again(self._state, version, instance)
-        elif instance.state is _I.BACKOFF and instance.retry_at <= self._state.now and not self._state.draining:
+        elif instance.state is _I.BACKOFF and instance.retry_at <= now and not self._state.draining:
             loading.start_again(self._state, version, instance)
 
     def late(self, version: Version, instance: Instance, now: int) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.core.batching import dispatch
+from shmserve.core.limits import pause_ns
 from shmserve.core.models import loading, retirement
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State, Timer
@@ -35,8 +36,7 @@ hold it for a later step may be waiting for those versions."""
 def serves(state: State, version: Version, now: int) -> None:
     """An instance has become READY: starts the idle timer, and wakes the other instances."""
     if version.sleep_state.idle_ns and not version.sleep_state.watched:
-        version.sleep_state.watched = True
-        state.set_timer(now + version.sleep_state.idle_ns, Timer.UNUSED, version)
+        _watch(state, version, now)
     if version.asleep:  # the version has gone to sleep again, and the instance with it
         return
     for instance in version.instances:
@@ -275,7 +275,7 @@ def _sleep_on(state: State, version: Version, instance: Instance, reason: str, n
     limits = state.limits
     instance.deaths += 1
     instance.move(_I.ASLEEP, reason)
-    pause = min(limits.backoff_ns << (instance.deaths - 1), limits.backoff_max_ns)
+    pause = pause_ns(instance.deaths + 1, limits.backoff_ns, limits.backoff_max_ns)
     instance.retry_at = now + pause
     state.set_timer(instance.retry_at, Timer.RETRY, instance)
     version.settle_sleep()

@@ -87,7 +87,7 @@ class Model(Struct, eq=False):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the model is loaded, or should be, so that a name without a namespace may mean it."""
+        """True if the model is loaded, or should be, so that a name without a namespace may mean it."""
         versions = (*self.versions.values(), *self.coming.values())
         unwanted = (version.reason == UNLOADED or version.state is VersionState.UNLOADING for version in versions)
         return self.operation is not None or bool(self.reason) or not all(unwanted)
@@ -98,14 +98,13 @@ class Model(Struct, eq=False):
         weights = self.weights()
         return self.versions[weights[0][0]] if weights else None
 
-    def weights(self) -> list[tuple[int, int]]:
-        """The versions among which requests that name none are divided."""
-        return self.traffic.weights([number for number in self.versions if self.is_ready(number)])
+    def weights(self, traffic: Traffic | None = None) -> list[tuple[int, int]]:
+        """The versions among which requests that name none are divided, or would be divided with other traffic."""
+        return (traffic or self.traffic).weights([number for number in self.versions if self.is_ready(number)])
 
     def shares_now(self, traffic: Traffic | None = None) -> dict[int, float]:
-        """The percentage of these requests that each version gets, or would get with other traffic, the largest
-        first."""
-        weights = (traffic or self.traffic).weights([number for number in self.versions if self.is_ready(number)])
+        """The percentage of these requests that each version gets, the largest first."""
+        weights = self.weights(traffic)
         total = sum(weight for _, weight in weights)
         return {number: round(100 * weight / total, 1) for number, weight in weights}
 
@@ -118,13 +117,12 @@ class Model(Struct, eq=False):
         default = self.default()
         if default is not None:
             return default
-        broken = [version for version in self.versions.values() if version.reason]
-        why = broken[0].reason if broken else self.reason
-        loading = any(version.state is VersionState.LOADING for version in self.versions.values())
-        back = any(version.will_recover for version in self.versions.values())
-        shares = self.traffic.shares
-        idle = any(version.state is VersionState.READY for version in self.versions.values())
-        why = "its READY versions have a share of 0 % (shmserve traffic)" if idle and shares else why
+        versions = self.versions.values()
+        why = next((version.reason for version in versions if version.reason), self.reason)
+        loading = any(version.state is VersionState.LOADING for version in versions)
+        back = any(version.will_recover for version in versions)
+        if self.traffic.shares and any(version.state is VersionState.READY for version in versions):
+            why = "its READY versions have a share of 0 % (shmserve traffic)"
         note = "; it is loading" if loading else f": {why}" if why else ""
         raise (Unavailable if loading or back else NotFound)(
             f"Request for unknown model: '{self.name}' has no available versions{note}"

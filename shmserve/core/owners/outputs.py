@@ -20,7 +20,7 @@ class Outputs:
 
     def produce(self, instance: Instance, request: Request, tensors: Iterable[Tensor]) -> bool:
         """A worker's outputs go to the requester. False, without any change: the worker may not give some of them."""
-        client, ledger, caller = request.client, self._ledger, instance.caller
+        client, ledger, caller, forwarded = request.client, self._ledger, instance.caller, request.forwarded
         handles: list[Handle] = []
         for tensor in tensors:
             data = tensor.data
@@ -30,7 +30,6 @@ class Outputs:
                 return False
             for handle in data:
                 owner = handle.segment >> OWNER_SHIFT
-                forwarded = request.forwarded
                 if forwarded is not None and owner not in (0, instance.peer) and _is_input(request, handle):
                     if owner == client.number:
                         forwarded.add(handle)

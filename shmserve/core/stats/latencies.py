@@ -61,15 +61,15 @@ class Window(Struct):
         total, below, at = sum(counts.values()), 0, 0
         if not total:
             return [math.nan] * len(shares)
-        found: dict[float, float] = {}
+        quantiles: dict[float, float] = {}
         ordered = sorted(counts.items())
         for share in sorted(shares):
             rank = max(1, math.ceil(share * total))
             while below + ordered[at][1] < rank:
                 below += ordered[at][1]
                 at += 1
-            found[share] = middle(ordered[at][0])
-        return [found[share] for share in shares]
+            quantiles[share] = middle(ordered[at][0])
+        return [quantiles[share] for share in shares]
 
 
 class Summaries(Struct):

@@ -18,6 +18,7 @@ from shmserve.core.limits import NAMED
 from shmserve.core.service.form import Reason
 from shmserve.core.stats.journeys import Journeys
 from shmserve.core.stats.latencies import FirstResponses, Summaries
+from shmserve.errors import ModelFailed
 
 
 class FailureKind(IntEnum):
@@ -30,15 +31,13 @@ class FailureKind(IntEnum):
 
 
 _FAILURES = {"CANCELLED": FailureKind.CANCELED, "QUEUE_TIMEOUT": FailureKind.REJECTED}
-
-
 _LIMIT = re.compile(rf"\(({'|'.join(row.name for row in NAMED)})\)")
 
 
 def limit_in(text: str) -> str:
     """The limit named in parentheses in an error text, as in all texts about limits. Empty if there is none."""
-    found = _LIMIT.search(text)
-    return found[1] if found else ""
+    match = _LIMIT.search(text)
+    return match[1] if match else ""
 
 
 RESPONSES = 64
@@ -99,7 +98,6 @@ class StreamTimes(Struct):
 
 RECENT_ERRORS = 10
 ERROR_CHARACTERS = 2000
-_OF_MODELS = "MODEL_FAILED"
 
 
 class RecentError(Struct):
@@ -183,7 +181,6 @@ class Statistics(Struct):
     """Per request: from arrival until its batch was taken."""
     batch_times: list[int] = field(default_factory=histogram.empty)
     """Per batch: from taken until its outputs are placed."""
-
     streams: StreamTimes | None = None
     """For decoupled models."""
     journeys: Journeys = field(default_factory=Journeys)
@@ -290,7 +287,7 @@ class Statistics(Struct):
             return
         text = text[:ERROR_CHARACTERS]
         for index, error in enumerate(self.errors):
-            if error.code == code and (error.text == text or code != _OF_MODELS):
+            if error.code == code and (error.text == text or code != ModelFailed.code):
                 error.text, error.at = text, now
                 error.count += count
                 self.errors.append(self.errors.pop(index))
