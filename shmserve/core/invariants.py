@@ -63,8 +63,8 @@ def _check_prompts(state: State) -> None:
         if request.prompt is not None:
             assert request.state is not RequestState.LINGERING, request.details()
             prompts.setdefault(request.prompt.backlog, []).append(request.prompt)
-    for backlog, found in prompts.items():
-        backlog.check(found)
+    for backlog, waiting in prompts.items():
+        backlog.check(waiting)
 
 
 def _check_requests(state: State) -> dict[Version, list[Request]]:

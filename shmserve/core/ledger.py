@@ -29,6 +29,8 @@ INTERNAL = "internal"
 RELEASED_AT_ONCE = 512
 """Maximum number of holds of a disconnected client that are released in the turn of its disconnect."""
 RELEASED_PER_TURN = 2048
+RETURNED_HANDLES = 4096
+"""Maximum number of handles in one Return."""
 Place = tuple[int, int]
 """(segment, offset). Invariant: live blocks never share one."""
 
@@ -131,10 +133,10 @@ class Ledger:
 
     def use_present(self, numbers: tuple[int, ...]) -> None:
         """Like `use`, but raises if one of them is lost: a client's request must not refer to a lost segment."""
-        known = self.segments
+        segments = self.segments
         for number in numbers:
-            segment = known[number]
-            if segment.orphan and segment.lost:
+            segment = segments[number]
+            if segment.orphan and segment.on_device:
                 raise HandleLost("a tensor was on the GPU of an instance whose worker process has ended")
         self.use(numbers)
 
@@ -303,13 +305,13 @@ class Ledger:
             self._drop_if_over(segment)
 
     def flush(self) -> None:
-        """Sends the blocks returned in this turn: one message for each owner, or one for every 4096 handles."""
+        """Sends the blocks returned in this turn to their owners."""
         for owner, handles in self.returned.items():
             if not owner:
                 self.effects.append(Free(tuple(handles)))
                 continue
-            for start in range(0, len(handles), 4096):
-                self.effects.append(Send(owner, Return(tuple(handles[start : start + 4096]))))
+            for start in range(0, len(handles), RETURNED_HANDLES):
+                self.effects.append(Send(owner, Return(tuple(handles[start : start + RETURNED_HANDLES]))))
         self.returned.clear()
 
     # ------------------------------------------------------------------------------------ disconnects and deaths
@@ -365,7 +367,7 @@ class Ledger:
             counted.setdefault(place[0], []).append(place[1])
             for number, count in hold.clients.items():
                 assert count > 0
-                assert count >= sum(given for (one, _), given in hold.slices.items() if one == number)
+                assert count >= sum(slices for (one, _), slices in hold.slices.items() if one == number)
                 assert place in clients[number].holds, f"client {number} lacks its hold {place}"
         for number, segment in self.segments.items():
             assert segment.blocks == sorted(counted.get(number, [])), f"segment {number} miscounts its holds"

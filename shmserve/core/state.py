@@ -153,10 +153,10 @@ class State:
 
     def callers_of(self, user: str, trusted: bool) -> Callers:
         """Those for whom the clients of this user speak. `trusted`: the clients are gateways of the server."""
-        found = self.callers.get((user, trusted))
-        if found is None:
-            found = self.callers[user, trusted] = Callers(user, trusted, self._caller_numbers)
-        return found
+        callers = self.callers.get((user, trusted))
+        if callers is None:
+            callers = self.callers[user, trusted] = Callers(user, trusted, self._caller_numbers)
+        return callers
 
     def known_callers(self) -> list[Caller]:
         return [caller for callers in self.callers.values() for caller in callers.values()]
@@ -255,17 +255,17 @@ class State:
         if not self.namesakes or name in self.models:
             return name
         base, at, alias = name.partition(ALIAS) if name not in self.namesakes else (name, "", "")
-        found = [model.name for model in self.namesakes.get(base, ()) if model.is_wanted]
-        own = [full for full in found if namespace_of(full) == namespace]
-        if len(own or found) > 1:
-            places = ", ".join(f"'{full}'" for full in sorted(found))
+        wanted = [model.name for model in self.namesakes.get(base, ()) if model.is_wanted]
+        own = [full for full in wanted if namespace_of(full) == namespace]
+        if len(own or wanted) > 1:
+            places = ", ".join(f"'{full}'" for full in sorted(wanted))
             raise InvalidRequest(
-                f"There are {len(found)} identifiers of model '{base}' in global map, model namespace must be provided "
-                f"to resolve ambiguity: {places}"
+                f"There are {len(wanted)} identifiers of model '{base}' in global map, model namespace must be "
+                f"provided to resolve ambiguity: {places}"
             )
-        if not found:  # its state tells why no request is served
-            found = [model.name for model in self.namesakes.get(base, ())]
-        return f"{(own or found)[0]}{at}{alias}" if found else name
+        if not wanted:  # its state tells why no request is served
+            wanted = [model.name for model in self.namesakes.get(base, ())]
+        return f"{(own or wanted)[0]}{at}{alias}" if wanted else name
 
     def resolve(self, name: str, near: str = "") -> str:
         """The full name of the model that the name means to the model `near`. Ambiguous names stay as they are."""
@@ -321,13 +321,13 @@ class State:
 
     def due(self, now: int) -> list[tuple[Timer, Subject]]:
         """Removes and returns the expired timers."""
-        found = []
+        due = []
         timers = self._timers
         while timers and (timers[0][0] <= now or not _live(timers[0][3])):
             _, _, kind, subject = heapq.heappop(timers)
             if _live(subject):
-                found.append((kind, subject))
-        return found
+                due.append((kind, subject))
+        return due
 
     def deadline(self) -> int | None:
         """The earliest time at which `tick` is due."""

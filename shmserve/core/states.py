@@ -151,9 +151,9 @@ class History:
         """By id. The objects are kept, so that their ids are not used again."""
 
     def note(self, moving: Moving, finish: Enum) -> None:
-        found = self._moves.pop(id(moving), None) or (moving, deque(maxlen=self.MOVES))
-        found[1].append(f"{moving.state.name} -> {finish.name} ({self.turn})")
-        self._moves[id(moving)] = found
+        entry = self._moves.pop(id(moving), None) or (moving, deque(maxlen=self.MOVES))
+        entry[1].append(f"{moving.state.name} -> {finish.name} ({self.turn})")
+        self._moves[id(moving)] = entry
         if len(self._moves) > self.OBJECTS:
             self._moves.popitem(last=False)
 

@@ -104,7 +104,7 @@ TABLE = {
     ],
     "shmserve/core/owners/cache.py": [
         ("cache ignores the parameters of a request",
-         "given = options.parameters.items() if options is not None else ()", "given = ()"),
+         "parameters = options.parameters.items() if options is not None else ()", "parameters = ()"),
         ("an evicted response stays pinned", "        self._outputs.unpin(entry.handles)\n", ""),
     ],
     "shmserve/core/intake/intake.py": [

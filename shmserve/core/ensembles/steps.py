@@ -46,7 +46,12 @@ class Steps:
             run.follow(index, member)
 
     def submit(
-        self, run: Run, position: StepPosition, given: list[tuple[StepInput, Tensor]], in_shared_memory: bool, now: int
+        self,
+        run: Run,
+        position: StepPosition,
+        tensors: list[tuple[StepInput, Tensor]],
+        in_shared_memory: bool,
+        now: int,
     ) -> None:
         """Queues one request to the model of a step."""
         state, quotas = self._state, self._quotas
@@ -56,7 +61,7 @@ class Steps:
         final = plan.final
         outputs = plan.outputs if not final or parent.outputs is None else _placed(run, index, plan)
         try:
-            inputs, rows, signature, inline, length = _fitted(plan, member, given, outputs)
+            inputs, rows, signature, inline, length = _fitted(plan, member, tensors, outputs)
         except ServeError as error:
             if step.mapped:  # the caller adds the position
                 raise
@@ -110,21 +115,21 @@ class Steps:
 
 
 def _fitted(
-    plan: StepPlan, member: Version, given: list[tuple[StepInput, Tensor]], outputs: tuple[Wanted, ...]
+    plan: StepPlan, member: Version, tensors: list[tuple[StepInput, Tensor]], outputs: tuple[Wanted, ...]
 ) -> tuple[tuple[Tensor, ...], int, object, int, int]:
     """The inputs in the shapes of the model, and the results of their check: rows, signature, bytes inside messages and
     length. Raises if the model does not accept them or the outputs."""
     service = member.service
-    key = tuple([(one.own, tensor.dtype, tensor.shape) for one, tensor in given])
+    key = tuple([(one.own, tensor.dtype, tensor.shape) for one, tensor in tensors])
     known = plan.fitted.get(key)
     if known is not None:
         inputs = tuple(
             [
                 Tensor(one.own, tensor.dtype, shape, tensor.data)
-                for (one, tensor), shape in zip(given, known.shapes, strict=True)
+                for (one, tensor), shape in zip(tensors, known.shapes, strict=True)
             ]
         )
-        sizes = [_size(tensor) for _, tensor in given]
+        sizes = [_size(tensor) for _, tensor in tensors]
         inline = sum([len(tensor.data) for tensor in inputs if type(tensor.data) is bytes])
         if sizes == known.sizes and inline <= FIELD_BYTES:
             return inputs, known.rows, known.signature, inline, known.length
@@ -132,7 +137,7 @@ def _fitted(
     inputs = tuple(
         [
             Tensor(own, t.dtype, graph.fit(t.shape, t.shape if dims is None else dims, batches), t.data)
-            for (own, _, dims, _), t in given
+            for (own, _, dims, _), t in tensors
         ]
     )
     assert member.policy is not None
@@ -154,12 +159,12 @@ def _placed(run: Run, index: int, plan: StepPlan) -> tuple[Wanted, ...]:
     """The outputs of the plan, some of which the caller may want placed in its memory or as classes."""
     step = run.graph.steps[index]
     planned = {wanted.name: wanted for wanted in plan.outputs}
-    found = []
+    outputs = []
     for own, name in step.outputs:
         wanted = run.wanted.get(name)
         if wanted is None or (wanted.place is None and not wanted.classes):
             if own in planned:
-                found.append(planned[own])
+                outputs.append(planned[own])
             continue
         if wanted.classes and name in run.graph.readers:
             raise Unsupported(f"output '{name}' is read by other steps and cannot be returned as classes")
@@ -171,8 +176,8 @@ def _placed(run: Run, index: int, plan: StepPlan) -> tuple[Wanted, ...]:
             raise Unsupported(
                 f"output '{name}' may be produced several times and cannot be written to memory of the caller"
             )
-        found.append(Wanted(own, wanted.place, wanted.classes))
-    return tuple(found)
+        outputs.append(Wanted(own, wanted.place, wanted.classes))
+    return tuple(outputs)
 
 
 def _near(state: State, run: Run, index: int, member: Version) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ class Connections:
         else:
             client.said_hello(message)
             limits = self._state.limits
-            known = {
+            announced = {
                 "packet_bytes": PACKET_BYTES,
                 "inline_bytes": INLINE_BYTES,
                 "frame_bytes": FRAME_BYTES,
@@ -95,7 +95,7 @@ class Connections:
                 "named_memory": int(roles.allows("register", client.roles)),
                 "trace_context": int(self._state.observers.traces.contexts_per_second > 0),
             }
-            self._state.send(peer, Welcome(PROTOCOL, client.number, self._server, known))
+            self._state.send(peer, Welcome(PROTOCOL, client.number, self._server, announced))
 
     def closed(self, peer: int, event: Closed, now: int) -> None:
         """Releases everything of a disconnected client: requests, holds and segments."""

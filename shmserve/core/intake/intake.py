@@ -98,10 +98,11 @@ class Intake:
             near = namespace_of(calling.model) if calling is not None else ""
             message.model = state.full_name(message.model, near)
         version = None if message.version else state.ready.get(message.model)
-        going_on = waits = None
+        continued: Version | None = None
+        waits = False
         if options is not None and options.sequence:
-            going_on = sequence_scheduler.version_of(state, client, message.model, message.version, options)
-            version = going_on or version
+            continued = sequence_scheduler.version_of(state, client, message.model, message.version, options)
+            version = continued or version
             if version is not None and waited is None:  # an earlier request of the sequence may wait there
                 waits = version.unchecked.count > 0
         elif version is not None and state.loaded_versions and waited is None:  # earlier requests still wait there
@@ -116,7 +117,7 @@ class Intake:
                 self._connections.check_role(client, "infer")
             if number == 0 or number in numbers:
                 raise InvalidRequest(f"request number {number} is 0 or already in use by a request in flight")
-            if state.draining and going_on is None and waited is None:
+            if state.draining and continued is None and waited is None:
                 raise Unavailable(STOPPING)
             if len(numbers) >= self._client_requests:
                 raise Unavailable(

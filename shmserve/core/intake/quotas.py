@@ -92,10 +92,10 @@ class Quotas:
             raise Unavailable(
                 f"this client has {len(client.segments)} segments, its limit (client_segments); use larger ones"
             )
-        known = len(self._state.ledger.segments)
-        if known >= limits.segments and self._has_share(len(client.segments), limits.segments):
+        total = len(self._state.ledger.segments)
+        if total >= limits.segments and self._has_share(len(client.segments), limits.segments):
             raise Unavailable(
-                f"there are {known} segments, the limit (segments), {len(client.segments)} of them of this client; "
+                f"there are {total} segments, the limit (segments), {len(client.segments)} of them of this client; "
                 f"{_retry('others have been removed')}"
             )
 
@@ -117,12 +117,13 @@ class Quotas:
                 f"{waits} requests are queued for model '{version.model}', the limit (model_queue); "
                 f"{_retry('responses have arrived')}, or add instances"
             )
-        if waiting + inline > limits.model_queue_bytes:
-            if self._has_share(self._bytes_of(payer) + inline, limits.model_queue_bytes):
-                raise Unavailable(
-                    f"{waiting} bytes are queued for model '{version.model}', the limit is {limits.model_queue_bytes} "
-                    f"(model_queue_bytes); {_retry('responses have arrived')}, or send less inside messages"
-                )
+        if waiting + inline > limits.model_queue_bytes and self._has_share(
+            self._bytes_of(payer) + inline, limits.model_queue_bytes
+        ):
+            raise Unavailable(
+                f"{waiting} bytes are queued for model '{version.model}', the limit is {limits.model_queue_bytes} "
+                f"(model_queue_bytes); {_retry('responses have arrived')}, or send less inside messages"
+            )
         self._count()
         queued = self._queued + inline
         if queued > limits.queue_bytes and self._has_share(self._bytes_of(payer) + inline, limits.queue_bytes):

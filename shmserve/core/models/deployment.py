@@ -127,10 +127,10 @@ def _set_scaling(state: State, version: Version, target: Target) -> None:
 def _lacks(version: Version, specs: Iterable[InstanceSpec]) -> bool:
     remaining = [instance.spec for instance in version.instances if not instance.over]
     for spec in specs:
-        found = next((one for one in remaining if _alike(one, spec)), None)
-        if found is None:
+        match = next((one for one in remaining if _alike(one, spec)), None)
+        if match is None:
             return True
-        remaining.remove(found)
+        remaining.remove(match)
     return False
 
 
@@ -138,17 +138,17 @@ def _fit(state: State, operation: Operation, version: Version, specs: Iterable[I
     """Keeps the existing instances that are still wanted, adds missing ones, and marks the others as surplus."""
     remaining = [instance for instance in version.instances if not instance.over]
     for spec in specs:
-        found = next((instance for instance in remaining if _alike(instance.spec, spec)), None)
-        if found is not None:
-            remaining.remove(found)
-            if not (found.loaded or found.held or found.sleeping) and version.state is _V.READY:
-                operation.starting[found] = version
-                if found.is_tentative:  # it is needed now, so others make room for it
-                    found.joining = False
-            elif found.loaded and found.state is _I.BACKOFF:  # the operator may have removed the cause
-                loading.start_again(state, version, found)
-        else:
+        instance = next((instance for instance in remaining if _alike(instance.spec, spec)), None)
+        if instance is None:
             _add(state, operation, version, Instance(spec))
+            continue
+        remaining.remove(instance)
+        if not (instance.loaded or instance.held or instance.sleeping) and version.state is _V.READY:
+            operation.starting[instance] = version
+            if instance.is_tentative:  # it is needed now, so others make room for it
+                instance.joining = False
+        elif instance.loaded and instance.state is _I.BACKOFF:  # the operator may have removed the cause
+            loading.start_again(state, version, instance)
     operation.surplus += [(version, instance) for instance in remaining]
 
 
@@ -290,10 +290,10 @@ def goes_on_without(state: State, version: Version, instance: Instance) -> None:
     operation = state.models[version.model].operation
     if operation is not None:
         operation.starting.pop(instance, None)
-    is_ready(state, version)
+    may_be_ready(state, version)
 
 
-def is_ready(state: State, version: Version) -> None:
+def may_be_ready(state: State, version: Version) -> None:
     """Called when the version may have become READY: settles the operation if it was the last one missing."""
     operation = state.models[version.model].operation
     if operation is not None:

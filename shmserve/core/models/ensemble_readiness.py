@@ -129,7 +129,7 @@ def _set_ready(state: State, version: Version, now: int) -> None:
     state.refresh(version.model)
     text = f"{version.label} is READY with {len(version.members)} step(s)"
     state.log_version("debug" if loading else "info", text, version)
-    deployment.is_ready(state, version)
+    deployment.may_be_ready(state, version)
 
 
 def _set_unavailable(state: State, version: Version, reason: str, recovers: bool = False) -> None:

@@ -95,9 +95,9 @@ def back_off(state: State, version: Version, instance: Instance, pause: int, now
 
 def about(version: Version, instance: Instance) -> dict[str, Any]:
     """Log fields, with the model's traceback if it failed to load, otherwise with the worker's last output."""
-    found: dict[str, Any] = {"model": version.model, "version": version.number, "instance": instance.spec.name}
+    fields: dict[str, Any] = {"model": version.model, "version": version.number, "instance": instance.spec.name}
     if version.traceback:
         more = {"traceback": version.take_traceback()}
     else:
         more = {"last_words": instance.last_words}
-    return found | {name: text for name, text in more.items() if text}
+    return fields | {name: text for name, text in more.items() if text}

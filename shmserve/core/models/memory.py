@@ -62,12 +62,12 @@ def charge_of(version: Version, instance: Instance) -> BytesByPlace:
     loads = instance.state in (_I.WAITING, _I.STARTING, _I.ASLEEP)
     host, gpu = instance.memory
     host = max(host, sleep_state.host or sleep_state.memory.host, sleep_state.host_peak if loads else 0)
-    found = Counter({HOST: host})
+    charge = Counter({HOST: host})
     if instance.spec.kind == "KIND_GPU":
-        found[instance.spec.device] = max(
+        charge[instance.spec.device] = max(
             gpu, sleep_state.gpu or sleep_state.memory.gpu, sleep_state.gpu_peak if loads else 0
         )
-    return found
+    return charge
 
 
 def of_version(version: Version, held: Container[Instance]) -> BytesByPlace:
@@ -82,8 +82,7 @@ def budgets(state: State) -> BytesByPlace:
     """The budgets of the host and of each GPU that instances have used."""
     devices = {instance.spec.device for instance in state.memory.holders if instance.spec.kind == "KIND_GPU"}
     devices.update(gpu for gpu, _ in state.limits.gpu_budgets if gpu != ANY_GPU)
-    found = Counter({place: budget_of(state, place) for place in (HOST, *devices)})
-    return +found
+    return +Counter({place: budget_of(state, place) for place in (HOST, *devices)})
 
 
 def used(state: State) -> BytesByPlace:
@@ -91,10 +90,10 @@ def used(state: State) -> BytesByPlace:
 
 
 def _total(instances: Iterable[tuple[Instance, Version]]) -> BytesByPlace:
-    found: BytesByPlace = Counter()
+    total: BytesByPlace = Counter()
     for instance, version in instances:
-        found.update(charge_of(version, instance))
-    return found
+        total.update(charge_of(version, instance))
+    return total
 
 
 def shortage(state: State, now_used: BytesByPlace) -> BytesByPlace:
@@ -154,8 +153,8 @@ def stays_loaded(version: Version) -> bool:
 
 def guess_less(version: Version, place: int, size: int) -> None:
     """Reduces the estimate for an instance, which was too large to fit."""
-    known = version.sleep_state.memory
-    version.sleep_state.memory = replace(known, host=size) if place == HOST else replace(known, gpu=size)
+    before = version.sleep_state.memory
+    version.sleep_state.memory = replace(before, host=size) if place == HOST else replace(before, gpu=size)
 
 
 def fixed(state: State, but: Version | None = None) -> BytesByPlace:
@@ -184,7 +183,7 @@ def needed_by(state: State, version: Version) -> list[Version]:
     waits."""
     if version.service.graph is None:
         return [version]
-    found: dict[Version, None] = {}
+    loading: dict[Version, None] = {}
     todo, seen = [version], {version}
     while todo:
         version = todo.pop()
@@ -198,8 +197,8 @@ def needed_by(state: State, version: Version) -> list[Version]:
                 if member.service.graph is not None:
                     todo.append(member)
                 else:
-                    found[member] = None
-    return list(found)
+                    loading[member] = None
+    return list(loading)
 
 
 def held_up_by(state: State, version: Version, stuck: Container[Instance]) -> Instance | None:

@@ -4,9 +4,9 @@ Versions with requests come first, before versions that only load. Users take tu
 come in the order in which they were woken. The first in line for a place (the host, a GPU) gets its memory before all
 others, but not before it can load at once: memory granted earlier would be useless to everyone. Versions that blocked
 instances wait for come before all, in any order. To free memory for it, idle versions go to sleep, the least valuable
-(`value`) first, within the shares of users. If that is not enough, after
-`Limits.memory_wait_ns` the busy version that has been awake for the longest time yields: it starts nothing more,
-finishes what runs and sleeps. Its queued requests then wait in line.
+(`value`) first, within the shares of users. If that is not enough after `Limits.memory_wait_ns`, the busy version that
+has been awake for the longest time yields: it starts nothing more, finishes what runs and sleeps. Its queued requests
+then wait in line.
 
 Invariant: memory is granted only within the budgets.
 """
@@ -148,7 +148,7 @@ def _settle_shortage(state: State, over: BytesByPlace, called: Container[Version
 def _claims(state: State, called: Container[Version]) -> list[_Claim]:
     """Collects the instances that wait for memory. A waking version needs only its first instance, a version that loads
     for the first time needs all."""
-    found: dict[object, _Claim] = {}
+    claims: dict[object, _Claim] = {}
     for version, instance in list(state.loading.queue):
         if instance.state is not _I.WAITING or instance in state.memory.holders:
             continue
@@ -160,18 +160,18 @@ def _claims(state: State, called: Container[Version]) -> list[_Claim]:
         extra = (
             instance.joining
             or instance.lost
-            or (instance.sleeping and (not needed or instance.spec.passive or (version, False, True) in found))
+            or (instance.sleeping and (not needed or instance.spec.passive or (version, False, True) in claims))
         )
         # Each instance that could not load again is tried alone, and a wake does not also wait for memory for new
         # instances.
         key = instance if instance.lost else (version, extra, instance.sleeping)
-        claim = found.get(key)
+        claim = claims.get(key)
         if claim is None:
-            claim = found[key] = _Claim(version, [], version.sleep_state.woken or version.began, extra, serves)
+            claim = claims[key] = _Claim(version, [], version.sleep_state.woken or version.began, extra, serves)
         claim.instances.append(instance)
-    _take_turns(state, found.values())
+    _take_turns(state, claims.values())
     return sorted(
-        found.values(),
+        claims.values(),
         key=lambda one: (one.extra, one.version not in called, not one.version.waits, *one.turn, one.since),
     )
 
@@ -201,7 +201,7 @@ def _is_awake(version: Version) -> bool:
 def _called(state: State) -> set[Version]:
     """Versions with queued requests that a blocked instance or a yielding version waits for. They come first and do not
     yield, because no other version may be able to make room before these requests are answered."""
-    found: set[Version] = set()
+    called: set[Version] = set()
     todo: list[Request] = []
     for instance in chain(state.blocked_instances, *(version.instances for version in state.memory.yielding)):
         if instance.caller is not None:
@@ -212,8 +212,8 @@ def _called(state: State) -> set[Version]:
         if run is not None:
             todo += run.in_flight
         elif request.state is RequestState.QUEUED:
-            found.update(memory.needed_by(state, request.version))
-    return found
+            called.update(memory.needed_by(state, request.version))
+    return called
 
 
 def _never_fits(state: State, claim: _Claim, need: BytesByPlace, stays: BytesByPlace) -> str:

@@ -16,7 +16,7 @@ from shmserve.core.policy import InstanceSpec, ScaledGroup
 from shmserve.core.records import Instance, Version
 from shmserve.core.service.scaler import SLOW_WINDOW_NS, SUSTAINED, WINDOW_NS, Measured, Reading, Scaler
 from shmserve.core.state import State, Timer
-from shmserve.core.states import InstanceState, RequestState, VersionState
+from shmserve.core.states import InstanceState, VersionState
 
 _I = InstanceState
 FREE = 0.8
@@ -144,11 +144,10 @@ def _oldest_queued(version: Version, now: int) -> int:
     if service.sequence_slots is not None:
         waiting = (sequence.requests[0].arrived for sequence in service.sequence_slots.backlog if sequence.requests)
         return min(waiting, default=now)
-    found = [request.arrived for request in version.suspects]
+    arrivals = [request.arrived for request in version.suspects]
     if service.queue.count:
-        # For each priority and user, requests are in order of arrival.
-        found += [request.arrived for request in service.queue.in_order() if request.state is RequestState.QUEUED]
-    return min(found, default=now)
+        arrivals += [request.arrived for request in service.queue.in_order()]
+    return min(arrivals, default=now)
 
 
 def _changes(state: State, version: Version) -> bool:
@@ -226,11 +225,15 @@ def _shrink(state: State, version: Version, scaler: Scaler, measured: Measured, 
     """Removes the least useful instance."""
     served = [i for i in version.instances if not i.over]
     groups = [group for group in scaler.policy.groups if _size(version, group) > group.minimum]
-    found = [i for i in served if any(sizes.belongs(i.spec, group) for group in groups)]
-    found = [i for i in found if any(other.usable for other in served if other is not i)]
-    if not found:
+    removable = [
+        i
+        for i in served
+        if any(sizes.belongs(i.spec, group) for group in groups)
+        and any(other.usable for other in served if other is not i)
+    ]
+    if not removable:
         return
-    instance = min(found, key=lambda i: _value(version, i))
+    instance = min(removable, key=lambda i: _value(version, i))
     down_s = scaler.down_ns / 1e9
     leave(state, version, instance)
     scaler.has_shrunk(now)
@@ -247,10 +250,10 @@ def _value(version: Version, instance: Instance) -> tuple[bool, bool, int, bool,
     """Sort key for removal. Removed first: an instance that does not serve, then one without sequences or streams, then
     an idle one, then the newest."""
     service = version.service
-    work_items = instance.state is _I.READY
+    serves = instance.state is _I.READY
     held = len(service.sequence_slots.at(instance)) if service.sequence_slots is not None else len(instance.streams)
     number = int(instance.spec.name.rpartition("_")[2])
-    return work_items, not instance.quarantined and work_items, held, not instance.idle, bool(instance.lease), -number
+    return serves, not instance.quarantined and serves, held, not instance.idle, bool(instance.lease), -number
 
 
 def _ms(ns: int) -> str:

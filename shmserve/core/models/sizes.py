@@ -75,7 +75,7 @@ def keep_size(target: Target, served: Version | None) -> Target:
     if policy is None or served is None or served.scaler is None:
         return target
     present = kept(served)
-    first = {spec.name: spec for spec in target.instances}
+    configured = {spec.name: spec for spec in target.instances}
     specs = [spec for spec in target.instances if not _is_scaled(spec, policy)]
     for group in policy.groups:
         names = [spec.name for spec in present if belongs(spec, group)]
@@ -86,6 +86,6 @@ def keep_size(target: Target, served: Version | None) -> Target:
         while len(names) < wanted:
             names.append(free_name({*names, *(spec.name for spec in (*present, *specs))}, group.group))
         for name in names:
-            begun = first.get(name)
-            specs.append(begun if begun is not None and belongs(begun, group) else _named(group, name))
+            spec = configured.get(name)
+            specs.append(spec if spec is not None and belongs(spec, group) else _named(group, name))
     return replace(target, instances=tuple(replace(spec, threads=_threads(policy, spec, specs)) for spec in specs))

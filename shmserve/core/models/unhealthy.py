@@ -1,7 +1,7 @@
 """Instances on an unhealthy GPU: they are held, without a process, until the GPU is healthy again.
 
-Invariant: no process starts on a GPU in `State.unhealthy_devices`. Their requests run on the version's other instances;
-without any, the version is UNAVAILABLE, or stays asleep.
+Invariant: no process starts on a GPU in `Loading.unhealthy_devices`. Their requests run on the version's other
+instances; without any, the version is UNAVAILABLE, or stays asleep.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ def device_health(state: State, peer: int, event: DeviceHealth, now: int) -> Non
     before = state.loading.unhealthy_devices.pop(event.device, "")
     if event.reason:
         state.loading.unhealthy_devices[event.device] = event.reason
-    found = instances_on(state, event.device)
+    affected = instances_on(state, event.device)
     if event.reason and event.reason != before:
-        state.log("critical", f"{event.reason} ({len(found)} instance(s) are affected)", gpu=event.device)
-        for version, instance in found:
+        state.log("critical", f"{event.reason} ({len(affected)} instance(s) are affected)", gpu=event.device)
+        for version, instance in affected:
             take_out(state, version, instance, event.reason, now)
         loading.start_waiting(state)  # sets aside those that wait to load
     elif before and not event.reason:
         state.log("info", f"GPU {event.device} is healthy again", gpu=event.device)
-        for version, instance in found:
+        for version, instance in affected:
             resume(state, version, instance)
 
 

@@ -27,6 +27,7 @@ def queued(versions: Iterable[Version]) -> int:
 
 
 SHOWN_CALLERS = 10
+"""Limit of `callers`."""
 
 
 class CallerActivity(NamedTuple):
@@ -37,8 +38,8 @@ class CallerActivity(NamedTuple):
 
 
 def callers(requests: Iterable[Request], known: Iterable[Caller]) -> list[CallerActivity]:
-    """The callers of gateways with the most requests in flight, and then those whose requests took most time.
-    Those of whose requests none was admitted are left out."""
+    """The callers of gateways with the most requests in flight, and then those whose requests took most time. Callers
+    without an admitted request are left out."""
     waiting: Counter[Caller] = Counter()
     served = [caller for caller in known if caller.entered]
     shown = nlargest(SHOWN_CALLERS, served, key=lambda caller: (caller.in_flight, caller.finished_ns))

@@ -100,10 +100,10 @@ class Cache:
                 return None
         inputs = tuple(sorted(contents))
         wanted = None if outputs is None else tuple(sorted((output.name, output.classes) for output in outputs))
-        given = options.parameters.items() if options is not None else ()
+        parameters = options.parameters.items() if options is not None else ()
         typed = tuple(
             (name, type(value), _exact(value))
-            for name, value in sorted(given, key=itemgetter(0))
+            for name, value in sorted(parameters, key=itemgetter(0))
             if name not in TRACE_CONTEXT
         )
         return (request.version, request.audience, inputs, wanted, typed, request.in_shared_memory, request.step)

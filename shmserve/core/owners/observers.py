@@ -52,7 +52,7 @@ class Observers:
 
     @property
     def watching(self) -> bool:
-        """Whether further requests may be traced or recorded."""
+        """True if further requests may be traced or recorded."""
         return bool(self.traces.samples) or self.recording is not None
 
     def record(self, models: Iterable[str], limit: int) -> Recording:

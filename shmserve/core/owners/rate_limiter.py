@@ -6,7 +6,7 @@ one with the fewest batches x turn goes first: with turn 2 it runs half as often
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from shmserve.core.policy import InstanceSpec, Resource
 from shmserve.core.records import Instance, Version
@@ -18,14 +18,14 @@ ResourceKey = tuple[str, int]
 
 
 class Limiter:
-    """`given`: configured amounts, by name and device (ANY: each device). As in Triton, a shared resource gets the
-    largest amount configured for its name, whatever the device. A name without a configured amount has as much as the
-    instance that needs most of it."""
+    """`configured`: amounts by name and device (ANY: each device). As in Triton, a shared resource gets the largest
+    amount configured for its name, whatever the device. A name without a configured amount has as much as the instance
+    that needs most of it."""
 
-    def __init__(self, given: Iterable[tuple[str, int, int]] = ()) -> None:
-        self._given: dict[str, list[tuple[int, int]]] = {}
-        for name, device, count in given:
-            self._given.setdefault(name, []).append((device, count))
+    def __init__(self, configured: Iterable[tuple[str, int, int]]) -> None:
+        self._configured: dict[str, list[tuple[int, int]]] = {}
+        for name, device, count in configured:
+            self._configured.setdefault(name, []).append((device, count))
         self._required: dict[ResourceKey, int] = {}
         self._used: dict[ResourceKey, int] = {}
         self._running: dict[Instance, tuple[Resource, ...]] = {}
@@ -43,10 +43,10 @@ class Limiter:
 
     def total(self, key: ResourceKey) -> int:
         name, device = key
-        given = self._given.get(name)
-        if given is None:
+        amounts = self._configured.get(name)
+        if amounts is None:
             return self._required.get(key, 0)
-        return max((count for place, count in given if device == SHARED or place in (device, ANY)), default=0)
+        return max((count for place, count in amounts if device == SHARED or place in (device, ANY)), default=0)
 
     def acquire(self, version: Version, instance: Instance) -> bool:
         """Takes all resources of the instance, or none."""
@@ -68,9 +68,8 @@ class Limiter:
         self._lenders.pop(instance, None)
         for resource in self._running.pop(instance, ()):
             self._used[_key_of(instance.spec, resource)] -= resource.count
-        found = list(self.waiting)
-        self.waiting.clear()
-        return found
+        waiting, self.waiting = list(self.waiting), {}
+        return waiting
 
     def take_again(self, instance: Instance) -> None:
         """The instance had lent its resources and now continues, even if others hold them. Until those finish, the
@@ -110,24 +109,23 @@ def _key_of(spec: InstanceSpec, resource: Resource) -> ResourceKey:
 
 
 def lacking(
-    specs: Iterable[InstanceSpec], given: Iterable[tuple[str, int, int]], others: Iterable[InstanceSpec] = ()
+    specs: Sequence[InstanceSpec], configured: Iterable[tuple[str, int, int]], others: Iterable[InstanceSpec] = ()
 ) -> str:
     """Why instances like these could never run, in Triton's words; "" if they can. `others`: the instances of other
     models."""
-    limiter = Limiter(given)
-    found = list(specs)
+    limiter = Limiter(configured)
     shared: dict[str, tuple[bool, str]] = {}
-    for spec in (*others, *found):
+    for spec in (*others, *specs):
         limiter.register(spec)
         for resource in spec.resources:
-            known, user = shared.setdefault(resource.name, (resource.shared, spec.name))
-            if known is not resource.shared:
+            is_global, user = shared.setdefault(resource.name, (resource.shared, spec.name))
+            if is_global is not resource.shared:
                 return (
                     f'Resource "{resource.name}" is present as both global and device-specific resource in the model '
-                    f"configuration. It is global for instance '{user if known else spec.name}' and device-specific "
-                    f"for instance '{spec.name if known else user}'"
+                    f"configuration. It is global for instance '{user if is_global else spec.name}' and "
+                    f"device-specific for instance '{spec.name if is_global else user}'"
                 )
-    for spec in found:
+    for spec in specs:
         for resource in spec.resources:
             total = limiter.total(_key_of(spec, resource))
             if total < resource.count:

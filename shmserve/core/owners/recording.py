@@ -86,6 +86,7 @@ class Recording:
         return {"records": taken, "clients": clients, "left_out": self.left_out, "more": bool(self._records)}
 
     def _wants(self, version: Version, count: int) -> bool:
+        """True if this many requests are to be recorded. Counts those that are left out because of the limit."""
         if self._models and version.model not in self._models:
             return False
         if self._unread + count > self._limit:

@@ -235,12 +235,12 @@ class Run(Struct, eq=False):
                 self.ready.append((iteration, index))
 
     def begin(
-        self, level: int, found: Iterable[tuple[str, Tensor | None]], produced: bool, skipped: bool = False
+        self, level: int, tensors: Iterable[tuple[str, Tensor | None]], produced: bool, skipped: bool = False
     ) -> list[KeptTensor]:
         """Adds an iteration with its first tensors. Returns those that no step will read."""
         iteration = Iteration(level, len(self.levels.steps[level]))
         self.open[level].append(iteration)
-        unread = [self.appear(iteration, name, tensor, produced, skipped) for name, tensor in found]
+        unread = [self.appear(iteration, name, tensor, produced, skipped) for name, tensor in tensors]
         self.wait(iteration)
         return [kept for kept in unread if kept is not None]
 

@@ -26,7 +26,10 @@ PARTS = 8192
 HANDLE_BYTES = 22
 """Maximum size of a handle in a message."""
 
-_LENGTH = 4
+_LENGTH_BYTES = 4
+"""Size of the length before each string."""
+_CACHED = 64
+"""Maximum number of combinations of outputs, and of decoupled steps, for which results are cached."""
 
 
 class StepInput(NamedTuple):
@@ -87,8 +90,8 @@ class EnsembleGraph:
 
     def needed(self, wanted: tuple[str, ...]) -> frozenset[int]:
         """The steps required for these outputs of the ensemble."""
-        found = self._needed.get(wanted)
-        if found is None:
+        needed = self._needed.get(wanted)
+        if needed is None:
             steps: set[int] = set()
             todo = [self.maker[name] for name in wanted]
             while todo:
@@ -96,19 +99,19 @@ class EnsembleGraph:
                 if index not in steps:
                     steps.add(index)
                     todo += [self.maker[name] for name in self.waits[index] if name in self.maker]
-            found = frozenset(steps)
-            if len(self._needed) < 64:  # bounds the cache: other combinations are computed each time
-                self._needed[wanted] = found
-        return found
+            needed = frozenset(steps)
+            if len(self._needed) < _CACHED:
+                self._needed[wanted] = needed
+        return needed
 
     def levels(self, needed: frozenset[int], many: frozenset[int]) -> Levels:
         """The levels of these steps, `many` of which have decoupled models."""
-        found = self._levels.get((needed, many))
-        if found is None:
-            found = Levels(self, needed, many)
-            if len(self._levels) < 64:
-                self._levels[needed, many] = found
-        return found
+        levels = self._levels.get((needed, many))
+        if levels is None:
+            levels = Levels(self, needed, many)
+            if len(self._levels) < _CACHED:
+                self._levels[needed, many] = levels
+        return levels
 
 
 class Levels:
@@ -117,7 +120,7 @@ class Levels:
     produces it."""
 
     def __init__(self, graph: EnsembleGraph, needed: frozenset[int], many: frozenset[int]) -> None:
-        found: dict[int, int] = {}
+        level_of: dict[int, int] = {}
         self.tensors: dict[str, int] = {}
         """Tensor -> level. Tensors that no step produces are left out; they are at level 0."""
         waiting = sorted(needed)
@@ -125,16 +128,18 @@ class Levels:
             later = []
             for index in waiting:
                 makers = [graph.maker[name] for name in graph.waits[index] if name in graph.maker]
-                if any(maker not in found for maker in makers):
+                if any(maker not in level_of for maker in makers):
                     later.append(index)
                     continue
-                found[index] = max((found[maker] + (maker in many) for maker in makers), default=0)
+                level_of[index] = max((level_of[maker] + (maker in many) for maker in makers), default=0)
                 for _, name in graph.steps[index].outputs:
-                    self.tensors[name] = found[index] + (index in many)
+                    self.tensors[name] = level_of[index] + (index in many)
             assert len(later) < len(waiting), "cyclic steps"
             waiting = later
         count = 1 + max([0, *self.tensors.values()])
-        self.steps = tuple(tuple(index for index in sorted(needed) if found[index] == level) for level in range(count))
+        self.steps = tuple(
+            tuple(index for index in sorted(needed) if level_of[index] == level) for level in range(count)
+        )
         self.sources: tuple[int, ...] = ()
         """The decoupled step of each level except the last."""
         for level in range(count):
@@ -151,18 +156,18 @@ class Levels:
         """The steps of level 0 that wait for no other step."""
         self.readers = [
             {
-                name: tuple(index for index in readers if found.get(index) == level)
+                name: tuple(index for index in readers if level_of.get(index) == level)
                 for name, readers in graph.readers.items()
             }
             for level in range(count)
         ]
         """For each level: tensor -> the steps of this level that read it."""
-        self.reads = {name: self._reads(name, found, readers) for name, readers in graph.readers.items()}
+        self.reads = {name: self._reads(name, level_of, readers) for name, readers in graph.readers.items()}
 
-    def _reads(self, name: str, found: dict[int, int], readers: list[int]) -> int:
+    def _reads(self, name: str, level_of: dict[int, int], readers: list[int]) -> int:
         """The number of reads after which the tensor can be released. All levels below count as one."""
         level = self.tensors.get(name, 0)
-        levels = [found[index] for index in readers if index in found]
+        levels = [level_of[index] for index in readers if index in level_of]
         return levels.count(level) + (max(levels, default=0) > level)
 
 
@@ -233,36 +238,34 @@ def rows_of(tensor: Tensor) -> tuple[int, Iterator[Tensor]]:
     shape = (1, *rest)
     if isinstance(tensor.data, bytes):
         data = tensor.data
-        completion = (
-            [prod(rest) * item * row for row in range(count + 1)] if item else _string_ends(data, count, prod(rest))
-        )
-        return count, (Tensor(tensor.name, tensor.dtype, shape, data[start:end]) for start, end in pairwise(completion))
+        ends = [prod(rest) * item * row for row in range(count + 1)] if item else _string_ends(data, count, prod(rest))
+        return count, (Tensor(tensor.name, tensor.dtype, shape, data[start:end]) for start, end in pairwise(ends))
     assert isinstance(tensor.data, tuple)
     if not item:
         raise Unsupported(
             f"'{tensor.name}' is mapped, but has {sum(part.size for part in tensor.data)} bytes of strings in shared "
-            "memory; the limit for mapped strings is 4096 bytes"
+            f"memory; the limit for mapped strings is {INLINE_BYTES} bytes"
         )
     size = prod(rest) * item
-    given = sum(part.size for part in tensor.data)
-    if given != size * count:
-        raise InvalidRequest(f"'{tensor.name}' of shape {list(tensor.shape)} takes {size * count} bytes, not {given}")
+    actual = sum(part.size for part in tensor.data)
+    if actual != size * count:
+        raise InvalidRequest(f"'{tensor.name}' of shape {list(tensor.shape)} takes {size * count} bytes, not {actual}")
     pieces = _cuts(tensor.data, size, count)
     return count, (Tensor(tensor.name, tensor.dtype, shape, piece) for piece in pieces)
 
 
 def _string_ends(data: bytes, rows: int, each: int) -> list[int]:
     """The end of each row of strings, preceded by 0."""
-    completion, at = [0], 0
+    ends, at = [0], 0
     for _ in range(rows):
         for _ in range(each):
-            if at + _LENGTH > len(data):
+            if at + _LENGTH_BYTES > len(data):
                 raise InvalidRequest("the mapped strings end inside an element")
-            at += _LENGTH + unpack_from("<I", data, at)[0]
-        completion.append(at)
+            at += _LENGTH_BYTES + unpack_from("<I", data, at)[0]
+        ends.append(at)
     if at != len(data):
         raise InvalidRequest(f"the mapped strings take {at} bytes, not {len(data)}")
-    return completion
+    return ends
 
 
 def _cuts(parts: tuple[Handle, ...], size: int, count: int) -> Iterator[tuple[Handle, ...] | bytes]:
@@ -270,17 +273,17 @@ def _cuts(parts: tuple[Handle, ...], size: int, count: int) -> Iterator[tuple[Ha
     at = start = 0
     for _ in range(count):
         remaining = size
-        found = []
+        piece = []
         while remaining:
             part = parts[at]
             taken = min(part.size - start, remaining)
             if taken:
-                found.append(Handle(part.segment, part.offset + start, taken))
+                piece.append(Handle(part.segment, part.offset + start, taken))
             remaining -= taken
             start += taken
             if start == part.size:
                 at, start = at + 1, 0
-        yield tuple(found) or b""
+        yield tuple(piece) or b""
 
 
 def together(tensors: Sequence[Tensor], batches: bool) -> Tensor:

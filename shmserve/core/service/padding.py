@@ -78,7 +78,8 @@ def form_padded(
 
 
 def _enough(window: Sequence[WaitingPadded], rules: BatchRules, policy: PaddingPolicy) -> bool:
-    """Waiting gains nothing: the window is full, or its requests would fill a batch if their lengths were equal."""
+    """True if waiting gains nothing: the window is full, or its requests would fill a batch if their lengths were
+    equal."""
     return len(window) == policy.lookahead or sum([request.cost for request in window]) >= rules.largest_preferred
 
 
@@ -86,19 +87,19 @@ def _group(window: Sequence[WaitingPadded], rules: BatchRules, policy: PaddingPo
     """The queue positions of the head's group, in order, including the first request that no longer fits, which `form`
     needs to see."""
     multiple, signature = policy.multiple, window[0].signature
-    sizes = [-(-request.length // multiple) * multiple for request in window]
+    sizes = [-(-request.length // multiple) * multiple for request in window]  # `rounded`
     alike = [place for place, request in enumerate(window) if request.signature == signature]
     items = sorted([(sizes[place], window[place].cost) for place in alike])
     head = items.index((sizes[0], window[0].cost))
     low, high = group_of(items, head, rules.max_batch, policy.batch_cost)
-    found, rows = [], 0
+    group, rows = [], 0
     for place in alike:
         if low <= sizes[place] <= high:
-            found.append(place)
+            group.append(place)
             rows += window[place].cost
             if rows > rules.max_batch:
                 break
-    return found
+    return group
 
 
 def _joining(
@@ -114,7 +115,7 @@ def _joining(
     another batch. Runs on every arrival, so it does not search for the cheapest groups."""
     longest = rounded(length, policy)
     padding = rows * longest - useful
-    found = []
+    joining = []
     for place, request in enumerate(window):
         if request.signature != signature:
             continue
@@ -122,13 +123,13 @@ def _joining(
         then = (rows + request.cost) * size - useful - request.cost * request.length
         if then > policy.batch_cost and then > padding:
             continue
-        found.append(place)
+        joining.append(place)
         rows += request.cost
         if rows > rules.max_batch:
             break
         longest, padding = size, then
         useful += request.cost * request.length
-    return found
+    return joining
 
 
 def group_of(items: Sequence[tuple[int, int]], anchor: int, max_rows: int, batch_cost: int) -> tuple[int, int]:
@@ -139,7 +140,7 @@ def group_of(items: Sequence[tuple[int, int]], anchor: int, max_rows: int, batch
     limit = _WASTE * batch_cost
     costs, cuts = [0], [0]  # for the first n items: minimum cost, and start of the last group
     for last, (longest, _) in enumerate(items):
-        rows = waste = least = cut = 0
+        rows = waste = minimum = cut = 0
         for first in range(last, -1, -1):
             length, own = items[first]
             rows += own
@@ -147,9 +148,9 @@ def group_of(items: Sequence[tuple[int, int]], anchor: int, max_rows: int, batch
             if first < last and (rows > max_rows or waste > limit):
                 break
             cost = costs[first] + batch_cost + rows * longest
-            if first == last or cost <= least:
-                least, cut = cost, first
-        costs.append(least)
+            if first == last or cost <= minimum:
+                minimum, cut = cost, first
+        costs.append(minimum)
         cuts.append(cut)
     end = len(items)
     while cuts[end] > anchor:

@@ -15,9 +15,9 @@ from msgspec import Struct
 from shmserve.protocol.messages import Tensor
 
 SECOND = 1_000_000_000
-KNOWN = 4
+MIN_REPORTS = 4
 """Reports after which the rate is used."""
-KEPT = 7 / 8
+DECAY = 7 / 8
 """What a report leaves of the sums of earlier ones."""
 TOKENS_PER_BYTE = 0.25
 """Until a prompt has been reported. That of English text, and of token ids."""
@@ -86,9 +86,9 @@ class PromptBacklog:
         """The engine has computed a prompt, which had this many tokens."""
         self.remove(prompt)
         self._reports += 1
-        self._size = KEPT * self._size + prompt.size
-        self._tokens = KEPT * self._tokens + tokens
-        self._spent_ns = KEPT * self._spent_ns + now - self._since
+        self._size = DECAY * self._size + prompt.size
+        self._tokens = DECAY * self._tokens + tokens
+        self._spent_ns = DECAY * self._spent_ns + now - self._since
         self._since = now
 
     def check(self, prompts: Iterable[Prompt]) -> None:
@@ -102,7 +102,7 @@ class PromptBacklog:
     def rate(self, now: int) -> float:
         """Tokens per second; 0: not known yet."""
         spent_ns = self._spent_ns + (now - self._since if self.total else 0)
-        return self._tokens * SECOND / spent_ns if self._reports >= KNOWN and spent_ns > 0 else 0.0
+        return self._tokens * SECOND / spent_ns if self._reports >= MIN_REPORTS and spent_ns > 0 else 0.0
 
     def ahead(self, payer: Hashable, level: int, tokens: int) -> int:
         """The tokens that are computed before a new prompt of this payer, who shares its level with others."""
@@ -114,7 +114,7 @@ class PromptBacklog:
         return urgent + min(share.total(), (share[payer] + tokens) * parties - tokens)
 
     def exceeds(self, payer: Hashable, tokens: int) -> bool:
-        """Whether another prompt would exceed the limit, and this payer uses at least an equal share of it."""
+        """True if another prompt would exceed the limit, and this payer uses at least an equal share of it."""
         if not self.limit or not self.total or self.total + tokens <= self.limit:
             return False
         payers = {one for share in self.shares.values() for one in share}

@@ -64,17 +64,17 @@ R = TypeVar("R", bound=Queued)
 
 
 def _take_out(waiting: list[R], numbers: set[int]) -> None:
-    """Removes the requests with these numbers, which are near the front, and removes the numbers found from the set."""
-    kept: list[R] = []
+    """Removes the requests with these numbers, which are near the front, and their numbers from the set."""
+    remaining: list[R] = []
     for place, request in enumerate(waiting):
         if not numbers:
-            waiting[:place] = kept
+            waiting[:place] = remaining
             return
         if request.number in numbers:
             numbers.remove(request.number)
         else:
-            kept.append(request)
-    waiting[:] = kept
+            remaining.append(request)
+    waiting[:] = remaining
 
 
 def _sums(refunds: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
@@ -186,8 +186,8 @@ class PriorityLevel(Generic[R]):
         """Shares that may have refunds to apply."""
 
     def share(self, user: str) -> Share[R]:
-        found = self.shares.get(user)
-        return self._new(user) if found is None else found
+        share = self.shares.get(user)
+        return self._new(user) if share is None else share
 
     def _new(self, user: str) -> Share[R]:
         if len(self.shares) >= IDLE_USERS + 2 * len(self.active):
@@ -288,9 +288,9 @@ class PriorityLevel(Generic[R]):
         self.unserved.clear()
 
     def first(self, count: int) -> list[R]:
-        """At most `count`."""
-        found = self._merged(count)
-        return found + self.delayed[: count - len(found)] if len(found) < count else found
+        """The first requests, at most `count`."""
+        first = self._merged(count)
+        return first + self.delayed[: count - len(first)] if len(first) < count else first
 
     def _merged(self, count: int) -> list[R]:
         """The first `count` requests of all users: the next one is always the request after which its user has been
@@ -300,16 +300,16 @@ class PriorityLevel(Generic[R]):
             return active[0].ready[:count]
         heads = [(share.charged + share.ready[0].cost, order, 0, share.ready) for order, share in enumerate(active)]
         heapify(heads)
-        found: list[R] = []
+        merged: list[R] = []
         for _ in range(count):
             if not heads:
                 break
             charged, order, place, ready = heappop(heads)
-            found.append(ready[place])
+            merged.append(ready[place])
             place += 1
             if place < len(ready):
                 heappush(heads, (charged + ready[place].cost, order, place, ready))
-        return found
+        return merged
 
     def take(self, count: int) -> list[R]:
         """Removes and returns up to `count` of `first`."""
@@ -393,8 +393,8 @@ class RequestQueue(Generic[R]):
         return priority if 1 <= priority <= levels else self.default_level
 
     def level(self, number: int) -> PriorityLevel[R]:
-        found = self._levels.get(number)
-        return self._new(number) if found is None else found
+        level = self._levels.get(number)
+        return self._new(number) if level is None else level
 
     def users(self) -> set[str]:
         """The users who have requests queued."""
@@ -481,14 +481,14 @@ class RequestQueue(Generic[R]):
                 only.refund()
             active = only.active
             return active[0].ready if len(active) == 1 and not only.delayed else only.first(count)
-        found: list[R] = []
+        first: list[R] = []
         for level in levels:
             if level.unserved:
                 level.refund()
-            found += level.first(count - len(found))
-            if len(found) >= count:
+            first += level.first(count - len(first))
+            if len(first) >= count:
                 break
-        return found
+        return first
 
     def take(self, count: int) -> list[R]:
         """Removes and returns the first `count` of `in_order`, if nothing was added or removed since it was read."""

@@ -25,6 +25,7 @@ MAX_UTILIZATION = 0.8
 NORMAL_QUEUE_NS = 1_000_000
 """Time in the queue that is caused by messages and turns, not by busy instances."""
 MAX_PATIENCE = 16
+"""Upper limit of `Scaler.patience`."""
 
 
 class Reading(Struct, frozen=True):
@@ -127,8 +128,8 @@ class Scaler(Struct):
         return Measured(wait_ns, prompts_wait_ns, busy, is_falling)
 
     def _is_enough(self, now: Reading, busy: float) -> bool:
-        """Would one instance fewer be enough? Yes if one was idle and nothing waited, as with callers that send one
-        request at a time, or if the expected time in the queue is far below the limit."""
+        """True if one instance fewer would be enough: if one was idle and nothing waited, as with callers that send
+        one request at a time, or if the expected time in the queue is far below the limit."""
         fewer = now.instances - 1
         if fewer < 1:
             return False

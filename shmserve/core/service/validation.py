@@ -87,6 +87,7 @@ class Checker:
         self._valid_inputs: dict[tuple[str, str, tuple[int, ...]], ValidInput] = {}
         self._forms: dict[tuple[TensorForm, ...], CheckedForm] = {}
         self.varies = any(spec.optional or (-1 in spec.dims and not spec.ragged) for spec in policy.inputs)
+        """Requests may differ in shapes or optional inputs."""
         self._ragged = {spec.name for spec in policy.inputs if spec.ragged}
         lead = 1 if policy.max_batch else 0
         padded = policy.padding.inputs if policy.padding is not None else ()
@@ -175,12 +176,12 @@ class Checker:
         length, first = -1, ""
         for tensor in inputs:
             for axis in self._padded.get(tensor.name, ()):
-                found = tensor.shape[axis]
+                own = tensor.shape[axis]
                 if length == -1:
-                    length, first = found, tensor.name
-                elif found != length:
+                    length, first = own, tensor.name
+                elif own != length:
                     raise InvalidRequest(
-                        f"input '{tensor.name}' of shape {_dims(tensor.shape)} has length {found} on padded axis "
+                        f"input '{tensor.name}' of shape {_dims(tensor.shape)} has length {own} on padded axis "
                         f"{axis}, but input '{first}' has {length}; the padded inputs of a request to model "
                         f"'{self._policy.name}' must have one length"
                     )
@@ -240,10 +241,10 @@ class Checker:
             f"got {_dims(shape)}.{note}"
         )
 
-    def _different_rows(self, rows: int, found: int, name: str) -> NoReturn:
+    def _different_rows(self, before: int, rows: int, name: str) -> NoReturn:
         raise InvalidRequest(
-            f"input '{name}' batch size does not match other inputs for '{self._policy.name}': {found} here, "
-            f"{rows} before"
+            f"input '{name}' batch size does not match other inputs for '{self._policy.name}': {rows} here, "
+            f"{before} before"
         )
 
     def _size_of_parts(self, tensor: Tensor) -> int:
@@ -273,16 +274,15 @@ class Checker:
 
     # ------------------------------------------------------------------------------------ the whole request
 
-    def _missing(self, inputs: tuple[Tensor, ...]) -> None:
+    def _missing(self, inputs: tuple[Tensor, ...]) -> NoReturn:
         required = [spec.name for spec in self._policy.inputs if not spec.optional]
-        given = [tensor.name for tensor in inputs]
-        missing = [name for name in required if name not in given]
+        sent = [tensor.name for tensor in inputs]
+        missing = [name for name in required if name not in sent]
         total = len(self._policy.inputs)
-        expected = f"{total}" if len(required) == total else f"number of inputs between {len(required)} and {total}"
-        words = f"expected {expected} inputs" if len(required) == total else f"expected {expected}"
+        count = f"{total} inputs" if len(required) == total else f"number of inputs between {len(required)} and {total}"
         raise InvalidRequest(
-            f"{words} but got {len(given)} inputs for model '{self._policy.name}'. Got input(s) {_names(given)}, "
-            f"but missing required input(s) {_names(missing)}. Please provide all required input(s)."
+            f"expected {count} but got {len(sent)} inputs for model '{self._policy.name}'. Got input(s) "
+            f"{_names(sent)}, but missing required input(s) {_names(missing)}. Please provide all required input(s)."
         )
 
     def _check_outputs(self, outputs: WantedOutputs) -> None:
