@@ -92,8 +92,9 @@ def check(state: State, admit: Callable[[Request, int], None], now: int) -> None
     checked, or calls `wait_again`; if it raises, the request fails."""
     remaining = RESUMED
     for version in list(state.loaded_versions):
-        for request in _take(version, min(remaining, version.unchecked.count)):
-            remaining -= 1
+        count = min(remaining, version.unchecked.count)
+        remaining -= count
+        for request in _take(version, count) if count else ():
             _check(state, request, admit, now)
         if version.unchecked.count:
             return
@@ -101,7 +102,8 @@ def check(state: State, admit: Callable[[Request, int], None], now: int) -> None
 
 
 def _take(version: Version, count: int) -> list[Request]:
-    """Removes the next requests from those that wait: in fair order or, with preserve_ordering, in order of arrival."""
+    """Removes the next requests from those that wait, at least one: in fair order or, with preserve_ordering, in order
+    of arrival."""
     queue = version.unchecked
     if version.service.order is None:
         return queue.take(count)

@@ -64,7 +64,8 @@ def measure(state: State, version: Version, now: int) -> None:
 
 def joined(state: State, now: int) -> None:
     """At the end of a turn: instances that were added are READY, or could not load."""
-    for version, instance in state.changes.joined:
+    added, state.changes.joined = state.changes.joined, []
+    for version, instance in added:
         scaler, failed = version.scaler, instance.state is _I.FAILED
         if scaler is not None and failed:
             scaler.did_not_join(now, state.limits)
@@ -78,7 +79,6 @@ def joined(state: State, now: int) -> None:
             if instance.retry_at:
                 text += f"; next attempt in {(instance.retry_at - now) / 1e9:g} s at the earliest"
         state.log_version("error" if failed else "debug", text, version, instance)
-    state.changes.joined.clear()
 
 
 # ------------------------------------------------------------------------------------ measuring
