@@ -109,6 +109,8 @@ class SessionLeases:
         leased = self.by_model.get((message.model, message.version))
         if leased is None or message.request in self._unanswered or not leased.message.allows(message):
             return None
+        if not message.inputs:  # the broker knows which are missing
+            return None
         for tensor in message.inputs:
             if type(tensor.data) is tuple and not self._memory.is_known(tensor.data[0].segment):
                 return None

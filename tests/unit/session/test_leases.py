@@ -109,7 +109,8 @@ def test_a_lone_request_takes_the_lease(without: Client, is_default: bool, versi
     {"inputs": {"x": np.ones((5, 3), np.float32)}},
     {"inputs": {"x": np.ones((1, 4096), np.float32)}},
     {"inputs": {"x": np.ones((), np.float32)}},
-    ids=["outputs", "priority", "payer", "id", "version", "rows", "shared memory", "scalar"],
+    {"inputs": {}},
+    ids=["outputs", "priority", "payer", "id", "version", "rows", "shared memory", "scalar", "no inputs"],
 )
 def test_other_requests_pass_through_the_broker(options: dict[str, Any], client: Client) -> None:
     _, packets = client.ask(**options)
@@ -316,6 +317,7 @@ def test_requests_wait_for_a_lease_that_was_offered(without: Client) -> None:
     assert numbers(client.session.take()) == [(5, [5, 6])]
     assert not answer(client, 5, 6)
     assert numbers(client.ask()[1]) == [(5, [7])]
+    assert numbers(client.ask({})[1]) == [(0, [8])], "it has no rows"
 
 
 def test_a_packet_is_one_batch(without: Client) -> None:
