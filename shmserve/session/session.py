@@ -307,8 +307,8 @@ class Session:
         self._number = number = self._number + 1
         message = Ask(number, what, model, version_number)
         deadline = None
-        if timeout is not None:
-            deadline = now + timeout_us_of(timeout) * 1e-6
+        if timeout_us := timeout_us_of(timeout):
+            deadline = now + timeout_us * 1e-6
             self._tickets.add_deadline(deadline, number)
         ticket.begin(number, message, None, deadline)
         self.tickets[number] = ticket
