@@ -41,17 +41,26 @@ class Resume(Ticket):
             self._go()
 
 
-def renew(tickets: dict[int, Ticket], numbers: dict[int, int], memory: SessionMemory) -> list[int]:
-    """Prepares all requests for the new connection. Returns their numbers, in order."""
-    again = []
+def renew(
+    tickets: dict[int, Ticket], numbers: dict[int, int], memory: SessionMemory
+) -> tuple[list[int], list[tuple[Ticket, ServeError]]]:
+    """Prepares all requests for the new connection. Returns their numbers, in order, and the tickets of those that
+    cannot be sent again, with the errors."""
+    again: list[int] = []
+    failed: list[tuple[Ticket, ServeError]] = []
     for number in sorted(tickets):
         ticket = tickets[number]
-        if isinstance(ticket.message, Infer):
+        if not isinstance(ticket.message, Infer):
+            continue
+        try:
             ticket.message = _renewed(ticket.message, ticket.kept, numbers, memory)
-            if not memory.announcements.device_memory:
-                restage(ticket, memory)
-            again.append(number)
-    return again
+        except ServeError as error:
+            failed.append((ticket, error))
+            continue
+        if not memory.announcements.device_memory:
+            restage(ticket, memory)
+        again.append(number)
+    return again, failed
 
 
 def send_again(numbers: list[int], tickets: dict[int, Ticket], outbox: SessionOutbox) -> list[Ticket]:

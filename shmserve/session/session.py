@@ -647,12 +647,14 @@ class Session:
                 self._remove(ticket)  # it was cancelled, and the new server does not know it
             elif isinstance(ticket.message, Ask):
                 self.queries.put_again(ticket.message)
-        self._to_resend = renew(self.tickets, numbers, self.memory)
+        self._to_resend, failed = renew(self.tickets, numbers, self.memory)
+        for ticket, error in failed:
+            self._fail(ticket, error)
         if self._to_resend and not first:
             self.ask(Resume(self._send_again), LOADED, 0.0)
         elif self._to_resend:
             self._send_again()
-        return 0
+        return len(failed)
 
     def _send_again(self) -> None:
         self.urgent = True

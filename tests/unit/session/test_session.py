@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as of_numpy
 
-from shmserve.errors import ConnectionLost, DeadlineExceeded, Internal, InvalidRequest, ProtocolError
+from shmserve.errors import ConnectionLost, DeadlineExceeded, Internal, InvalidRequest, ProtocolError, Unavailable
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
     PACKET_BYTES,
@@ -22,6 +23,7 @@ from shmserve.protocol.messages import (
     Fail,
     FailHeld,
     Goodbye,
+    Handle,
     Infer,
     Map,
     Pong,
@@ -33,7 +35,17 @@ from shmserve.protocol.messages import (
 )
 from shmserve.session import Result, Session
 from shmserve.shm.extents import memfd
-from tests.support.clients.sessions import RecordingTicket, ask, connect, connected, decode, decoded, feed, sent
+from tests.support.clients.sessions import (
+    RecordingTicket,
+    ask,
+    confirm_loaded,
+    connect,
+    connected,
+    decode,
+    decoded,
+    feed,
+    sent,
+)
 
 shapes = of_numpy.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)  # within INLINE_BYTES
 numbers = st.sampled_from(["?", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", ">i4", ">f8"])
@@ -282,6 +294,23 @@ def test_unanswered_requests_are_repeated_on_a_new_connection() -> None:
     assert (answered.ends, open_one.ends, step.ends, gone.ends, later.ends, question.ends) == (1, 1, 1, 0, 1, 1)
     assert session.memory.used == 0
     session.close()
+
+
+def test_a_request_fails_if_there_is_no_memory_to_repeat_it() -> None:
+    """It passes on an output that it received, which is copied for a new connection."""
+    session = connect(Session(memory_bytes=4096))
+    first, _ = ask(session, {})
+    extent, output = memfd.create(8192), Tensor("y", "FP32", (2048,), (Handle(1 << 40, 0, 8192),))
+    session.receive(codec.encode([Map(1 << 40, 8192), Reply(1, 1, (output,))]), [os.dup(extent.fd)])
+    ticket, _ = ask(session, {"x": first.answer["y"]})
+    other, _ = ask(session, {})
+    session.disconnected()
+    confirm_loaded(connect(session, 2))
+    assert isinstance(ticket.error, Unavailable)
+    assert [message.request for message in sent(session)] == [3]
+    assert list(session.tickets.values()) == [other]
+    session.close()
+    extent.close()
 
 
 def test_messages_that_end_the_connection() -> None:
