@@ -953,8 +953,9 @@ class Lending(Struct, eq=False):
     offered: int = 0
     """The lease that was offered to this client, 0: none."""
 
-    def came(self, client: ClientState, payer: Payer, alone: bool) -> None:
-        """A batch came of requests that could have been sent over a lease; `alone`: of one, the client's only one."""
+    def count(self, client: ClientState, payer: Payer, alone: bool) -> None:
+        """Counts a batch of requests that could have been sent over a lease. `alone`: it is one request, the client's
+        only one."""
         if client is not self.client or payer is not self.payer:
             self.client, self.payer, self.alone, self.together = client, payer, 0, 0
             return
@@ -962,7 +963,7 @@ class Lending(Struct, eq=False):
         self.together += 1
 
     def start_again(self) -> None:
-        """Requests came that could not have been sent over a lease."""
+        """Counts from the beginning, after requests that could not have been sent over a lease."""
         self.client, self.alone, self.together = None, 0, 0
 
     def take_turn(self) -> ClientState | None:
@@ -971,11 +972,11 @@ class Lending(Struct, eq=False):
         return self.client
 
     def offer(self, lease: int) -> None:
-        """Its client was offered this lease. 0: there is no offer any more."""
+        """Its client is offered this lease. 0: the offer is over."""
         self.offered, self.alone, self.together = lease, 0, 0
 
-    def drain(self) -> int:
-        """A batch came after the offer. Returns how many came."""
+    def count_draining(self) -> int:
+        """Counts a batch that runs after the offer. Returns how many have."""
         self.together += 1
         return self.together
 

@@ -38,7 +38,7 @@ def count(state: State, version: Version, lending: Lending, requests: list[Reque
     request = requests[0]
     client, payer = request.client, request.payer
     if lending.offered:
-        if lending.drain() > DRAINING:
+        if lending.count_draining() > DRAINING:
             withdraw(state, state.offers[lending.offered])
         return
     alone = len(requests) == 1 and len(client.requests) == 1 and not version.service.queue.count
@@ -46,7 +46,7 @@ def count(state: State, version: Version, lending: Lending, requests: list[Reque
         if lending.client is not None:
             lending.start_again()
         return
-    lending.came(client, payer, alone)
+    lending.count(client, payer, alone)
     if not alone and lending.together >= lending.needed:
         _offer(state, version, lending)
 

@@ -125,6 +125,7 @@ def _set_scaling(state: State, version: Version, target: Target) -> None:
 
 
 def _lacks(version: Version, specs: Iterable[InstanceSpec]) -> bool:
+    """True if one of these instances has to be added to the version."""
     remaining = [instance.spec for instance in version.instances if not instance.over]
     for spec in specs:
         match = next((one for one in remaining if _alike(one, spec)), None)

@@ -130,7 +130,7 @@ class Lifecycle:
             if serves or event.reason.startswith("signal "):  # not a signal that the server sent
                 ended = "ended" if serves else "ended while stopping"
                 text = f"worker of {version.label} instance '{instance.spec.name}' {ended}: {event.reason}"
-                self._state.log("error", text, **load_results.about(version, instance))
+                self._state.log("error", text, **load_results.log_fields(version, instance))
             instance.move(_I.STOPPED)
             retirement.remove_stopped(version, instance)
         elif not finishes and (instance.held or self._state.loading.forbids(instance.spec)):
@@ -138,11 +138,11 @@ class Lifecycle:
                 self._state.observers.restarted(version, instance)
             unhealthy.ended(self._state, version, instance, now)
         elif instance.sleeping:
-            about = load_results.about(version, instance)
+            fields = load_results.log_fields(version, instance)
             if reported_error or instance.deaths:
-                sleep.wake_failed(self._state, version, instance, load_error or event.reason, now, about)
+                sleep.wake_failed(self._state, version, instance, load_error or event.reason, now, fields)
             else:
-                sleep.died_waking(self._state, version, instance, event.reason, about)
+                sleep.died_waking(self._state, version, instance, event.reason, fields)
         elif version.state is _V.UNLOADING:
             alone = not any(other.alive for other in version.instances if other is not instance)
             broken = load_error or instance.deaths or self._state.loading.forbids(instance.spec)
@@ -301,7 +301,7 @@ class Lifecycle:
             text += f"; {version.label} is UNAVAILABLE"
         pause = instance.retry_at - self._state.now
         text += f"; next attempt in {pause / 1e9:g} s" if pause else ""
-        self._state.log(level, text, **load_results.about(version, instance))
+        self._state.log(level, text, **load_results.log_fields(version, instance))
 
     def retry(self, version: Version, instance: Instance, now: int) -> None:
         if instance.state is _I.ASLEEP and instance.retry_at <= now:

@@ -35,12 +35,12 @@ def failed_to_load(state: State, version: Version, instance: Instance, reason: s
         version.instances.remove(instance)
         if version.state is _V.UNAVAILABLE:  # its GPU had been unhealthy
             version.explain(version.degraded_reason or reason)
-            state.log("error", f"{version.label} is UNAVAILABLE: {reason}", **about(version, instance))
+            state.log("error", f"{version.label} is UNAVAILABLE: {reason}", **log_fields(version, instance))
         deployment.has_failed(state, version, reason, instance)
     elif version.retries < state.limits.load_retries:
         version.retries += 1
         text = f"{version.label} failed to load and will be retried (--model-load-retry-count): {reason}"
-        state.log("warning", text, **about(version, instance))
+        state.log("warning", text, **log_fields(version, instance))
         back_off(state, version, instance, state.limits.backoff_ns, now)
     else:
         give_up(state, version, instance, reason)
@@ -82,7 +82,7 @@ def fail_version(state: State, version: Version, instance: Instance, reason: str
     version.move(_V.UNAVAILABLE, reason)
     state.refresh(version.model)
     if model.versions.get(version.number) is version:
-        state.log("error", f"{version.label} is UNAVAILABLE: {reason}", **about(version, instance))
+        state.log("error", f"{version.label} is UNAVAILABLE: {reason}", **log_fields(version, instance))
 
 
 def back_off(state: State, version: Version, instance: Instance, pause: int, now: int) -> None:
@@ -93,8 +93,9 @@ def back_off(state: State, version: Version, instance: Instance, pause: int, now
     state.set_timer(instance.retry_at, Timer.RETRY, instance)
 
 
-def about(version: Version, instance: Instance) -> dict[str, Any]:
-    """Log fields, with the model's traceback if it failed to load, otherwise with the worker's last output."""
+def log_fields(version: Version, instance: Instance) -> dict[str, Any]:
+    """Describes the instance, with the model's traceback if it failed to load, otherwise with the worker's last
+    output."""
     fields: dict[str, Any] = {"model": version.model, "version": version.number, "instance": instance.spec.name}
     if version.traceback:
         more = {"traceback": version.take_traceback()}

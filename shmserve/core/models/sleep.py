@@ -235,13 +235,13 @@ def has_woken(state: State, version: Version, instance: Instance, now: int) -> N
         state.log_version("info", f"{version.label} is READY after {took / 1e9:.3g} s", version)
 
 
-def died_waking(state: State, version: Version, instance: Instance, reason: str, about: dict[str, Any]) -> None:
+def died_waking(state: State, version: Version, instance: Instance, reason: str, fields: dict[str, Any]) -> None:
     """The process was killed or crashed while loading, for the first time: retries at once, as after any first
     death."""
     instance.deaths += 1
     instance.move(_I.ASLEEP)
     text = f"worker of {version.label} instance '{instance.spec.name}' ended while waking: {reason}"
-    state.log("error", text, **about)
+    state.log("error", text, **fields)
     version.settle_sleep()
     if not version.asleep:
         _start(state, version, instance)
@@ -251,14 +251,14 @@ def died_waking(state: State, version: Version, instance: Instance, reason: str,
 
 
 def wake_failed(
-    state: State, version: Version, instance: Instance, reason: str, now: int, about: dict[str, Any]
+    state: State, version: Version, instance: Instance, reason: str, now: int, fields: dict[str, Any]
 ) -> None:
     """The process ended while loading. If no other instance serves or loads, the dispatcher fails the queued requests;
     after the back-off, requests may wake the instance again."""
     instance.load_error = ""
     pause = _sleep_on(state, version, instance, reason, now)
     text = f"instance '{instance.spec.name}' of {version.label} could not be woken: {reason}"
-    state.log("error", f"{text}; it is not tried again for {pause / 1e9:g} s", **about)
+    state.log("error", f"{text}; it is not tried again for {pause / 1e9:g} s", **fields)
 
 
 def cannot_wake(state: State, version: Version, instances: list[Instance], reason: str, now: int) -> None:
