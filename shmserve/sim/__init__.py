@@ -13,7 +13,7 @@ from shmserve.sim.faults import Faults
 from shmserve.sim.first_come import first_come
 from shmserve.sim.load import Bursts, Closed, Load, Poisson, Regular, Replay, read_recording
 from shmserve.sim.plan import Plan, SimModel
-from shmserve.sim.results import Histogram, ModelResult, Result
+from shmserve.sim.results import ModelResult, Result
 from shmserve.sim.run import simulate
 from shmserve.sim.service import Affine, Constant, Lognormal, Measured, Service, Table
 
@@ -23,7 +23,6 @@ __all__ = [
     "Closed",
     "Constant",
     "Faults",
-    "Histogram",
     "Load",
     "Lognormal",
     "Measured",
