@@ -28,7 +28,7 @@ def version_of(version: int | str | None) -> int:
     except (TypeError, ValueError):
         raise InvalidRequest(f"version {version!r} is not a number") from None
     if not 0 < number <= _LARGEST:
-        raise InvalidRequest(f"version {number} must be at least 1")
+        raise InvalidRequest(f"version {number} is not a number from 1 to 2^63-1")
     return number
 
 
