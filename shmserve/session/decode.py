@@ -147,11 +147,11 @@ def _view(tensor: Tensor, memory: SessionMemory) -> Array:
     """A read-only array over an output received as handles, which are returned when the array is dropped."""
     handles = tensor.data
     assert isinstance(handles, tuple)
-    dropped = memory.drops.dropped
-    if len(handles) == 1 and tensor.dtype != "BYTES":
+    dropped, dtype = memory.drops.dropped, NUMPY.get(tensor.dtype)
+    if len(handles) == 1 and dtype is not None:
         handle = handles[0]
         try:
-            return memory.mapped.view(handle, NUMPY[tensor.dtype], tensor.shape, on_drop=dropped)
+            return memory.mapped.view(handle, dtype, tensor.shape, on_drop=dropped)
         except BaseException:
             dropped(handle)
             raise

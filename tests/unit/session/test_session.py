@@ -179,13 +179,14 @@ def test_packets_and_outputs_that_cannot_be_used_fail_their_requests() -> None:
     ticket, _ = ask(session, {"x": 1})
     assert feed(session, Fail(0, "INVALID_ARG", "a handle was returned twice")) == 0
     assert ticket.ends == 0
-    session = connected()
-    ticket, _ = ask(session, {})
-    assert session.receive(codec.encode([[33, 1, 1, [["y", "FP32", [2000], [[5, 0, 8000]]]]]])) == 1
-    assert ticket.error is not None
-    assert ticket.error.code == "HANDLE_LOST"
-    assert session.has_returns, "the handle is returned although it could not be mapped"
-    session.close()
+    for dtype in ("FP32", "unknown"):
+        session = connected()
+        ticket, _ = ask(session, {})
+        assert session.receive(codec.encode([[33, 1, 1, [["y", dtype, [2000], [[5, 0, 8000]]]]]])) == 1
+        assert ticket.error is not None
+        assert ticket.error.code == "HANDLE_LOST"
+        assert session.has_returns, "the handle is returned although it could not be mapped"
+        session.close()
 
 
 def test_requests_fail_at_their_own_deadlines_which_answers_drop() -> None:
