@@ -11,13 +11,13 @@ from msgspec import Struct
 from shmserve.protocol.messages import FIELD_BYTES, PACKET_BYTES
 from shmserve.settings.limits import Limit
 
+SECOND = 1_000_000_000
+"""In ns."""
 PATIENCE_S = 1
 """Burst of protocol errors that is accepted at once, in seconds' worth of the permitted rate. Above it, the client is
 throttled to the rate."""
 BURST_S = 10
 """A client with this many seconds' worth of errors is disconnected."""
-
-
 ANY_GPU = -1
 """In `Limits.gpu_budgets`: each GPU that has no entry."""
 

@@ -128,6 +128,10 @@ class InstanceSpec(Struct, frozen=True):
     resources: tuple[Resource, ...] = ()
     turn: int = 1
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.kind == "KIND_GPU"
+
 
 class MemoryEstimate(Struct, frozen=True):
     """Estimated memory of an instance in bytes: on the host and, if it uses one, on its GPU. `configured`: by the

@@ -1099,9 +1099,11 @@ class Version:
         self.traceback = ""
         """The model's traceback of the last failed load; "" once it has been logged."""
         self.logged_traceback = ""
-        self.asleep = False  # no instance serves or is about to; queued requests wake it
+        self.asleep = False
+        """No instance serves or is about to. Queued requests wake it."""
         self.sleep_state = SleepState()
-        self.yielding = False  # others wait for its memory: it starts nothing more, and sleeps once it has finished
+        self.yielding = False
+        """Others wait for its memory: it starts nothing more, and sleeps once it has finished."""
         self.limit_ns = 0
         """Execution limit: a longer batch counts as hung; 0: no limit."""
         self.crash_limit = 0
@@ -1139,7 +1141,8 @@ class Version:
         """The generation that a restart put in its place, which takes over its requests."""
         self.wake = 0
         """When to dispatch again if no event arrives; 0: never."""
-        self.scaler: Scaler | None = None  # None: its number of instances does not follow its load
+        self.scaler: Scaler | None = None
+        """None: its number of instances does not follow its load."""
         self.statistics = Statistics()
         self.deleted = False
         """It is no longer in the repository: forget it when it is unloaded."""

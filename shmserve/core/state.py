@@ -86,8 +86,10 @@ class State:
         """Name without the namespace -> the models that have it, one in each namespace."""
         self.ready: dict[str, Version] = {}
         """Model name or alias -> the version for requests that do not name one."""
-        self.splits: dict[str, Split] = {}  # models whose requests are divided among several versions
-        self.shadows: dict[str, Shadow] = {}  # models that have a shadow
+        self.splits: dict[str, Split] = {}
+        """Models whose requests are divided among several versions."""
+        self.shadows: dict[str, Shadow] = {}
+        """Models that have a shadow."""
         self.shadowed: dict[int, tuple[Shadow, CopyRequest]] = {}
         """Requests in flight that are repeated at a shadow when they are answered."""
         self.compared_bytes = 0

@@ -209,9 +209,7 @@ def _window(run: Run) -> int:
 def _gpu_of(version: Version) -> int | None:
     """The GPU on which all instances run; None if they run on different ones."""
     places = {
-        instance.spec.device if instance.spec.kind == "KIND_GPU" else None
-        for instance in version.instances
-        if not instance.over
+        instance.spec.device if instance.spec.on_gpu else None for instance in version.instances if not instance.over
     }
     return places.pop() if len(places) == 1 else None
 

@@ -125,9 +125,8 @@ class Admission:
         try:
             self._connections.check_role(client, "map" if message.name is None else "register")
             self._quotas.check_segments(client)
-            on_gpu = message.name is not None and message.name.startswith(DEVICE)
-            if on_gpu:
-                self._check_device_segment(client, message)
+            if message.name is not None and message.name.startswith(DEVICE):
+                self._check_device_segment(client, message.name, message.size)
             elif message.name is not None:
                 self._check_segment_name(client, message.name)
             elif client.plane != "lane":
@@ -146,11 +145,11 @@ class Admission:
     def own_segment_gone(self, peer: int, event: OwnSegmentGone, now: int) -> None:
         self._state.ledger.withdraw(0, event.segment)
 
-    def _check_device_segment(self, client: ClientState, message: Map) -> None:
+    def _check_device_segment(self, client: ClientState, name: str, size: int) -> None:
         """Workers open device memory by this name alone, so it must have exactly the expected form."""
         if client.plane != "lane":
             raise InvalidRequest("GPU memory can only be announced over the lane")
-        if not _DEVICE_NAME.fullmatch(message.name or "") or not message.size:
+        if not _DEVICE_NAME.fullmatch(name) or not size:
             raise InvalidRequest("the name of a segment on a GPU does not contain an exported handle and a device UUID")
 
     def _check_segment_name(self, client: ClientState, name: str) -> None:

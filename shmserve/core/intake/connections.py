@@ -9,7 +9,8 @@ from shmserve.core.effects import Close
 from shmserve.core.events import Closed, Garbled, Opened
 from shmserve.core.exit import exit
 from shmserve.core.intake.queries import QueryQueue
-from shmserve.core.intake.quotas import SECOND, Quotas
+from shmserve.core.intake.quotas import Quotas
+from shmserve.core.limits import SECOND
 from shmserve.core.records import ClientState
 from shmserve.core.state import State
 from shmserve.errors import ConnectionLost, Internal, ProtocolError, ServeError, Unavailable

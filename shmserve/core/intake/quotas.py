@@ -15,14 +15,13 @@ from __future__ import annotations
 from collections import Counter
 
 from shmserve.core.effects import Effect, Pause
-from shmserve.core.limits import BURST_S, PATIENCE_S
+from shmserve.core.limits import BURST_S, PATIENCE_S, SECOND
 from shmserve.core.records import ClientState, Payer, Version
 from shmserve.core.state import State
 from shmserve.errors import Unavailable
 from shmserve.protocol.messages import PACKET_BYTES
 from shmserve.protocol.roles import OPERATE
 
-SECOND = 1_000_000_000
 DISCONNECT_NS = SECOND // 4
 DISCONNECT_BURST = 4
 """Token bucket for disconnects of a user's clients: a burst of DISCONNECT_BURST, refilled by one per DISCONNECT_NS.

@@ -389,7 +389,7 @@ def _ran_alone(instance: Instance) -> bool:
     is not reported yet; but a batch that hangs does not let the next one run."""
     if instance.running is None or instance.running.count != 1:
         return False
-    return instance.waiting is None or instance.hung or instance.spec.kind != "KIND_GPU"
+    return instance.waiting is None or instance.hung or not instance.spec.on_gpu
 
 
 def _lost(version: Version, instance: Instance, request: Request | None, alone: bool, reason: str) -> str:

@@ -63,7 +63,7 @@ def charge_of(version: Version, instance: Instance) -> BytesByPlace:
     host, gpu = instance.memory
     host = max(host, sleep_state.host or sleep_state.memory.host, sleep_state.host_peak if loads else 0)
     charge = Counter({HOST: host})
-    if instance.spec.kind == "KIND_GPU":
+    if instance.spec.on_gpu:
         charge[instance.spec.device] = max(
             gpu, sleep_state.gpu or sleep_state.memory.gpu, sleep_state.gpu_peak if loads else 0
         )
@@ -80,7 +80,7 @@ def label_of(place: int) -> str:
 
 def budgets(state: State) -> BytesByPlace:
     """The budgets of the host and of each GPU that instances have used."""
-    devices = {instance.spec.device for instance in state.memory.holders if instance.spec.kind == "KIND_GPU"}
+    devices = {instance.spec.device for instance in state.memory.holders if instance.spec.on_gpu}
     devices.update(gpu for gpu, _ in state.limits.gpu_budgets if gpu != ANY_GPU)
     return +Counter({place: budget_of(state, place) for place in (HOST, *devices)})
 

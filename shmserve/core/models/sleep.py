@@ -102,7 +102,7 @@ def _is_busy(state: State, instance: Instance) -> bool:
 def _keeps_tensors(state: State, instance: Instance) -> bool:
     """True if others use its tensors in device memory. Unlike those on the host, they are lost when its process
     ends."""
-    if instance.spec.kind != "KIND_GPU":
+    if not instance.spec.on_gpu:
         return False
     return any(
         segment.owner == instance.peer and segment.on_device and (segment.blocks or segment.uses)

@@ -22,7 +22,7 @@ def instances_on(state: State, device: int) -> list[tuple[Version, Instance]]:
         for model in state.models.values()
         for version in model.generations()
         for instance in version.instances
-        if instance.spec.kind == "KIND_GPU" and instance.spec.device == device
+        if instance.spec.on_gpu and instance.spec.device == device
     ]
 
 

@@ -26,7 +26,7 @@ class Loading(Struct, eq=False):
 
     def forbids(self, spec: InstanceSpec) -> str:
         """Why no instance of this kind may run on its device; "": it may."""
-        if not self.unhealthy_devices or spec.kind != "KIND_GPU":
+        if not self.unhealthy_devices or not spec.on_gpu:
             return ""
         return self.unhealthy_devices.get(spec.device, "")
 

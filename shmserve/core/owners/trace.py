@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shmserve.core.effects import Log, Traced
+from shmserve.core.limits import SECOND
 from shmserve.core.records import Lease, Request, Version
 from shmserve.core.service.form import Reason
 from shmserve.core.states import RequestState
@@ -24,8 +25,6 @@ PARAMETER = "trace_id"
 ID_LENGTH = 128
 PER_SECOND = 100
 """Limit of traces by `trace_id`: clients with the role infer must not be able to fill the disk with logs."""
-
-_SECOND = 1_000_000_000
 
 
 class Sample(Struct):
@@ -67,7 +66,7 @@ class PerSecond(Struct):
     def count(self, now: int) -> int:
         """Counts an event. Returns how many there were in this second."""
         if now >= self._until:
-            self._until, self._count = now + _SECOND, 0
+            self._until, self._count = now + SECOND, 0
         self._count += 1
         return self._count
 

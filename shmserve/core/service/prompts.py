@@ -12,9 +12,9 @@ from collections.abc import Container, Hashable, Iterable
 
 from msgspec import Struct
 
+from shmserve.core.limits import SECOND
 from shmserve.protocol.messages import Tensor
 
-SECOND = 1_000_000_000
 MIN_REPORTS = 4
 """Reports after which the rate is used."""
 DECAY = 7 / 8
