@@ -199,7 +199,7 @@ def _services(args: argparse.Namespace) -> dict[str, Service]:
 # ------------------------------------------------------------------------------------ the plan
 
 
-def _plain(args: argparse.Namespace, services: dict[str, Service]) -> SimModel:
+def _plain(args: argparse.Namespace, services: Mapping[str, Service]) -> SimModel:
     name = args.model or NAME
     batches = args.max_batch or 8
     delay = round((args.delay_ms or 0) * MS)
@@ -212,9 +212,10 @@ def _plain(args: argparse.Namespace, services: dict[str, Service]) -> SimModel:
     return SimModel(policy, specs, services.get(name) or services.get("") or Constant(MS))
 
 
-def _models(args: argparse.Namespace, recorded: Sequence[str]) -> tuple[list[SimModel], list[str]]:
+def _models(
+    args: argparse.Namespace, services: Mapping[str, Service], recorded: Sequence[str]
+) -> tuple[list[SimModel], list[str]]:
     """The models to simulate, and the names of those that clients send requests to: the `recorded` ones, if any."""
-    services = _services(args)
     if args.calls and not args.repository:
         raise InvalidRequest("--calls is for models of a repository")
     if not args.repository:
@@ -241,11 +242,16 @@ def _plan(args: argparse.Namespace, rate: float) -> Plan:
     recorded = read_recording(args.recording) if args.recording else {}
     if args.recording and args.model:
         recorded = {name: replay for name, replay in recorded.items() if name == args.model}
-    simulated, asked = _models(args, list(recorded))
-    unknown = recorded.keys() - {model.policy.name for model in simulated}
-    if unknown:
+    services = _services(args)
+    simulated, asked = _models(args, services, list(recorded))
+    served = {model.policy.name for model in simulated}
+    if unknown := recorded.keys() - served:
         raise InvalidRequest(
             f"the recording has requests for '{sorted(unknown)[0]}', which is not served; see --repository and --model"
+        )
+    if unknown := services.keys() - served - {""}:
+        raise InvalidRequest(
+            f"--service names '{sorted(unknown)[0]}', which is not served; see --repository and --model"
         )
     loads = [_load(args, name, recorded.get(name), rate) for name in (recorded or asked)]
     seconds = args.seconds if args.seconds is not None else 0.0 if recorded or args.requests else 10.0

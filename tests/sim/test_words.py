@@ -141,6 +141,8 @@ def test_a_model_is_simulated_with_the_models_it_calls(capsys: pytest.CaptureFix
 
 @cases(
     ["--service", "nonsense"],
+    ["--service", "other=5ms"],
+    ["--repository", "repo/examples", "--model", "mlp", "--service", "cnn=5ms"],
     ["--repository", "no/such/place"],
     ["--repository", "repo/examples"],
     ["--repository", "repo/examples", "--model", "nobody"],
