@@ -44,6 +44,9 @@ WORKERS_FROM = 1 << 30
 """Peer numbers: 0 is the broker itself; below this number are clients, numbered by the shell; from it on are workers,
 numbered by the core."""
 
+SWEPT_TIMERS = 4096
+"""Minimum of `State._sweep_at`."""
+
 STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 
 Subject: TypeAlias = "Request | Instance | Sequence | Version | None"
@@ -148,6 +151,8 @@ class State:
         """An operator took the server out of service: it reports not ready, but still accepts requests."""
         self._timers: list[tuple[int, int, Timer, Subject]] = []
         """Heap: time, a number that makes entries comparable, kind and subject. May contain obsolete timers."""
+        self._sweep_at = SWEPT_TIMERS
+        """Number of timers above which obsolete ones are removed."""
         self.next_number: Callable[[], int] = count(1).__next__
         """A number for a request, an Execute, a lease or a Compose: increasing, never reused."""
         self.worker_numbers = count(WORKERS_FROM + 1)
@@ -315,11 +320,11 @@ class State:
 
     def set_timer(self, at: int, kind: Timer, subject: Subject) -> None:
         heapq.heappush(self._timers, (at, next(self._timer_numbers), kind, subject))
-        # Most timers belong to requests that are answered before they expire: sweep once obsolete timers are the
-        # majority.
-        if len(self._timers) > 4096 and len(self._timers) > 4 * len(self.requests) + 256:
+        # Most timers belong to requests that are answered before they expire.
+        if len(self._timers) > self._sweep_at:
             self._timers = [entry for entry in self._timers if _live(entry[3])]
             heapq.heapify(self._timers)
+            self._sweep_at = max(SWEPT_TIMERS, 2 * len(self._timers))
 
     def due(self, now: int) -> list[tuple[Timer, Subject]]:
         """Removes and returns the expired timers."""

@@ -3,6 +3,7 @@ queries.txt of tests/scenarios have the others."""
 
 from __future__ import annotations
 
+import heapq
 import re
 import tracemalloc
 from pathlib import Path
@@ -19,6 +20,7 @@ from shmserve.core.intake.queries import ARGUMENTS_BYTES
 from shmserve.core.limits import BURST_S, NAMED, Limits
 from shmserve.core.policy import BatchPolicy
 from shmserve.core.records import ORDER
+from shmserve.core.state import SWEPT_TIMERS, State, Timer
 from shmserve.protocol.messages import (
     FIELD_BYTES,
     PROTOCOL,
@@ -175,6 +177,15 @@ def test_timers_of_answered_requests_are_removed() -> None:
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert kept < 5_000_000
+
+
+def test_timers_in_use_are_not_swept_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweeps: list[object] = []
+    monkeypatch.setattr(heapq, "heapify", sweeps.append)
+    state = State(Limits(), False)
+    for at in range(5 * SWEPT_TIMERS):
+        state.set_timer(at, Timer.RETRY, None)
+    assert len(sweeps) == 3
 
 
 def test_every_limit_has_its_test() -> None:
