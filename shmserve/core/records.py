@@ -1334,6 +1334,9 @@ class Lease(Struct, eq=False):
     instance: Instance
     default: bool
     """The lease also serves requests that name no version."""
+    batch: int
+    """How many rows of several requests in flight may be one batch; 0: one request at a time. The client may already
+    hold requests when the lease begins, so this stays as it was offered."""
     revoked: bool = False
     served: int = 0
     slow: bool = False

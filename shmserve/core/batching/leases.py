@@ -165,7 +165,7 @@ def lend(state: State, version: Version, lending: Lending, instance: Instance) -
                 lending.rows,
                 client.number,
                 state.limits.client_input_bytes,
-                _batch(lease, lending),
+                lease.batch,
             ),
         )
     )
@@ -184,19 +184,17 @@ def _possible(state: State, version: Version, lending: Lending, instance: Instan
     if version.model in state.splits or version.model in state.shadows:  # the next request may be for another version
         return None
     default = state.ready.get(version.model) is version
-    lease = Lease(state.next_number(), client, payer, version, instance, default)
+    batch = lending.batch if _may_be_shared(version, client, lending) and _is_short(version) else 0
+    lease = Lease(state.next_number(), client, payer, version, instance, default, batch)
     return None if _forbidden(state, lease) else lease
 
 
 def _message(lease: Lease, lending: Lending, offer: bool) -> messages.Lease:
     version, payer = lease.version, lease.payer
     name = payer.name if type(payer) is Caller else ""
-    batch = _batch(lease, lending)
-    return messages.Lease(lease.number, version.model, version.number, lending.rows, lease.default, name, batch, offer)
-
-
-def _batch(lease: Lease, lending: Lending) -> int:
-    return lending.batch if _may_be_shared(lease.version, lease.client, lending) and _is_short(lease.version) else 0
+    return messages.Lease(
+        lease.number, version.model, version.number, lending.rows, lease.default, name, lease.batch, offer
+    )
 
 
 def revoke_unfit(state: State) -> None:
