@@ -287,7 +287,7 @@ class Core:
                 if state.leases:
                     leases.revoke_unfit(state)
                 if state.offers:
-                    leases.withdraw_unfit(state)
+                    leases.settle_offers(state)
                 if state.ledger.returned:
                     state.ledger.flush()
                 if self._queries.waiting:

@@ -117,32 +117,31 @@ def withdraw(state: State, lease: Lease) -> None:
         state.send(lease.client.number, LeaseEnd(lease.number))
 
 
-def withdraw_unfit(state: State) -> None:
-    """At the end of each turn."""
+def settle_offers(state: State) -> None:
+    """At the end of each turn: ends offers, or begins their leases when no requests of their versions are left."""
     for lease in list(state.offers.values()):
-        lending = lease.version.service.lending
+        version, lending = lease.version, lease.version.service.lending
         if lending is None or lending.offered != lease.number or _forbidden(state, lease):
             withdraw(state, lease)
+        elif lease.instance in version.idle and not _is_needed(version):
+            del state.offers[lease.number]
+            lending.offer(0)
+            _begin(state, lease, lending)
 
 
 def lend(state: State, version: Version, lending: Lending, instance: Instance) -> None:
-    """Lends an instance that has become idle to the client of its last batches, if nothing forbids it.
-
-    The execution limit timer of its last batch still runs, so the lease needs none of its own.
-    """
-    if lending.offered:
-        if state.offers[lending.offered].instance is not instance or _is_needed(version):
-            return  # until no requests of the version are left
-        lease: Lease | None = state.offers.pop(lending.offered)
-        lending.offer(0)
-    else:
-        client = lending.take_turn()
-        if client is None or client.requests or client.steps or _is_needed(version):
-            return
-        lease = _possible(state, version, lending, instance)
-    if lease is None:
+    """Lends an instance that has become idle to a client that sends one request at a time, if nothing forbids it."""
+    client = lending.take_turn()
+    if client is None or client.requests or client.steps or _is_needed(version):
         return
-    client = lease.client
+    lease = _possible(state, version, lending, instance)
+    if lease is not None:
+        _begin(state, lease, lending)
+
+
+def _begin(state: State, lease: Lease, lending: Lending) -> None:
+    """Lends an idle instance. The execution limit timer of its last batch still runs, so the lease needs none."""
+    client, version, instance = lease.client, lease.version, lease.instance
     state.leases[lease.number] = lease
     instance.lease = lease.number
     version.idle.remove(instance)

@@ -74,7 +74,7 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
     elif instance.waiting is None and instance.usable:
         version.idle.append(instance)
         lending = service.lending
-        if lending is not None and (lending.offered or lending.alone >= lending.needed):
+        if lending is not None and lending.alone >= lending.needed:
             leases.lend(state, version, lending, instance)
     if service.queue.count or version.suspects or version.reserved is not None or service.sequence_slots is not None:
         state.to_dispatch[version] = None

@@ -12,7 +12,7 @@ from shmserve.core.effects import Send
 from shmserve.core.policy import BatchPolicy
 from shmserve.core.service.lending import ALONE, SHORT_NS
 from shmserve.core.stats.latencies import FirstResponses
-from shmserve.protocol.messages import LeaseEnd
+from shmserve.protocol.messages import Cancel, LeaseEnd
 from shmserve.protocol.worker_messages import LeaseLogged
 from tests.support.cases import cases
 from tests.support.core.fakes.client import FakeClient
@@ -67,6 +67,20 @@ def test_a_lease_is_offered_and_begins_when_all_requests_have_been_answered() ->
     assert world.several.leases == {}, "others need the instance"
     world.finish_running()
     assert world.is_over()
+
+
+def test_a_lease_begins_when_the_last_requests_have_been_withdrawn() -> None:
+    """They were cancelled when the worker had not read them yet."""
+    world = Busy()
+    world.offer()
+    world.slow_to.add(world.worker("m_0").peer)
+    message = world.ask(world.several)
+    world.turn([(world.several.peer, Cancel(message.request))])
+    world.finish_running()
+    assert world.started() == []
+    world.slow_to.clear()
+    world.settle()
+    assert len(world.started()) == 1
 
 
 def test_a_client_that_is_alone_gets_a_lease_for_several_requests_at_once() -> None:
