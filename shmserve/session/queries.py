@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import Struct
+
 from shmserve.errors import ConnectionLost, Internal, ServeError
 from shmserve.protocol import codec
 from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Cancel, Ping
@@ -28,14 +30,13 @@ TOGETHER = 2
 """Number of pieces of FIELD_BYTES that fit in one packet."""
 
 
-class _Operation:
-    __slots__ = ("ask", "begun", "body", "complete")
+class _Operation(Struct, eq=False):
+    """`begun` and `complete`: whether a part of it, and all of it, was sent."""
 
-    def __init__(self, ask: Ask, body: Body) -> None:
-        self.ask = ask
-        self.body = body
-        self.begun = False
-        self.complete = False
+    ask: Ask
+    body: Body
+    begun: bool = False
+    complete: bool = False
 
 
 class SessionQueries:

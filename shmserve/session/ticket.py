@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.protocol.messages import Ask, Infer
 from shmserve.shm.arena import Block
@@ -14,24 +16,21 @@ if TYPE_CHECKING:
     from shmserve.session.gpu.tensors import DeviceRef
 
 
-class KeptInputs:
+class KeptInputs(Struct, eq=False):
     """Memory that must stay unchanged while the server needs the inputs of a request."""
 
-    __slots__ = ("arrays", "blocks", "devices", "frames", "places", "received")
-
-    def __init__(self) -> None:
-        self.arrays: list[Array] = []
-        """Arrays whose memory the request refers to."""
-        self.blocks: list[Block] = []
-        """Arena blocks allocated for this request only."""
-        self.devices: dict[int, DeviceRef] | None = None
-        """Input index -> its array on a GPU. Not None if any input or place is on a GPU."""
-        self.frames: list[bytes] = []
-        """Frames to send after the packet."""
-        self.received: dict[int, Array] = {}
-        """Input index -> the received output that is passed on."""
-        self.places: dict[str, Array | DeviceRef] = {}
-        """Output name -> the array that the caller supplied for it."""
+    arrays: list[Array] = []
+    """Arrays whose memory the request refers to."""
+    blocks: list[Block] = []
+    """Arena blocks allocated for this request only."""
+    devices: dict[int, DeviceRef] | None = None
+    """Input index -> its array on a GPU. Not None if any input or place is on a GPU."""
+    frames: list[bytes] = []
+    """Frames to send after the packet."""
+    received: dict[int, Array] = {}
+    """Input index -> the received output that is passed on."""
+    places: dict[str, Array | DeviceRef] = {}
+    """Output name -> the array that the caller supplied for it."""
 
     def add_frame(self, name: str, array: Array, limit: int) -> int:
         """Appends the bytes of an input as a frame; a message may carry `limit` bytes of frames. Returns the frame's

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from shmserve.dtypes import elements, from_numpy
 from shmserve.errors import InvalidRequest
@@ -93,23 +94,18 @@ class DeviceArray:
         return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device='cuda:{self.device}')"
 
 
-class DeviceRef:
+class DeviceRef(Struct, eq=False):
     """A caller's array on a device. `stream`: the stream that writes it; None: unknown; -1: the writes are complete.
     `block`: the memory that holds a copy of it.
     """
 
-    __slots__ = ("address", "block", "device", "dtype", "owner", "shape", "stream")
-
-    def __init__(
-        self, owner: Any, address: int, device: int, dtype: np.dtype[Any], shape: tuple[int, ...], stream: int | None
-    ) -> None:
-        self.owner = owner
-        self.address = address
-        self.device = device
-        self.dtype = dtype
-        self.shape = shape
-        self.stream = stream
-        self.block: Block | None = None
+    owner: Any
+    address: int
+    device: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    stream: int | None
+    block: Block | None = None
 
     @property
     def nbytes(self) -> int:
