@@ -79,21 +79,6 @@ class SimRequest(Struct):
 class SimClient:
     """A client with one connection to the broker."""
 
-    __slots__ = (
-        "_add_to_digest",
-        "_hold_ns",
-        "_next",
-        "_world",
-        "dead",
-        "held_inputs",
-        "holds",
-        "leases",
-        "open",
-        "peer",
-        "segment",
-        "source",
-    )
-
     def __init__(self, world: World, peer: int, source: RequestSource, hold_ns: int) -> None:
         self._world = world
         self._hold_ns = hold_ns

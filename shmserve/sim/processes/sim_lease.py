@@ -17,22 +17,6 @@ RECORDS = 255
 
 
 class SimLease:
-    __slots__ = (
-        "_notify_client",
-        "_records",
-        "_wake_worker",
-        "_world",
-        "closed",
-        "ending",
-        "message",
-        "number",
-        "opened",
-        "requests",
-        "running",
-        "sent",
-        "since",
-    )
-
     def __init__(
         self,
         world: World,

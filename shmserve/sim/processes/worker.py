@@ -156,28 +156,6 @@ class SimStream(Struct):
 class SimWorker:
     """`end` is called with the reason when the process ends."""
 
-    __slots__ = (
-        "_calling",
-        "_draws",
-        "_end",
-        "_faults",
-        "_lease",
-        "_outputs",
-        "_places",
-        "_result",
-        "_runs",
-        "_several",
-        "_stopping",
-        "_streams",
-        "_waiting",
-        "_world",
-        "dead",
-        "loaded",
-        "model",
-        "peer",
-        "running",
-    )
-
     def __init__(
         self,
         world: World,
