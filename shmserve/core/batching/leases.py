@@ -140,11 +140,12 @@ def lend(state: State, version: Version, lending: Lending, instance: Instance) -
 
 
 def _begin(state: State, lease: Lease, lending: Lending) -> None:
-    """Lends an idle instance. The execution limit timer of its last batch still runs, so the lease needs none."""
+    """Lends an idle instance. Its execution limit timer, which usually still runs, is for leased requests as well."""
     client, version, instance = lease.client, lease.version, lease.instance
     state.leases[lease.number] = lease
     instance.lease = lease.number
     version.idle.remove(instance)
+    watch(state, version, instance, state.now)
     # The ledger need not track leased requests: the client keeps their inputs until it has the response or LeaseEnd,
     # and the memory that a worker reads stays mapped even if the client or its segment is gone.
     for number in sorted(client.segments):
