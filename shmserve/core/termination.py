@@ -35,7 +35,7 @@ def expect_end(state: State, instance: Instance, after_ns: int) -> None:
 
 
 def watch(state: State, version: Version, instance: Instance, since: int) -> None:
-    """Sets the execution limit timer of an instance that runs a request since then; there is at most one."""
+    """Sets the execution limit timer of an instance that has run a request since then. There is at most one."""
     if version.limit_ns and not instance.watched:
         instance.watched = True
         state.set_timer(since + version.limit_ns, Timer.HANG, instance)
