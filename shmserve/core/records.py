@@ -1045,7 +1045,7 @@ class Service:
         later = self.queue.take(self.queue.count)  # requests of this turn, which queue behind the moved ones
         old.queue, self.queue = self.queue, old.queue
         self.prompts = old.prompts
-        moved = self.queue.in_order()
+        moved = list(self.queue.in_order())  # which may be the list to which the others are added
         for request in later:
             self.queue.add(request)
         return moved
