@@ -20,7 +20,6 @@ from shmserve.sim import (
     Closed,
     Constant,
     Faults,
-    Histogram,
     Load,
     Plan,
     Poisson,
@@ -32,6 +31,7 @@ from shmserve.sim import (
     simulate,
 )
 from shmserve.sim.plan import simple_model
+from shmserve.sim.results import Histogram
 from shmserve.sim.service import PerElement
 from tests import ROOT
 from tests.sim.plans import MS, calling, pipeline, policy, served, some_plan, tensor
