@@ -226,14 +226,15 @@ class LoopLink(SessionLink):
                 incoming = link.receive(0)
                 if incoming is None:
                     break
-                if awaited and not link.awaits_lease and session.lease_answered():
+                answered = awaited and not link.awaits_lease
+                if answered and session.lease_answered():
                     self._send()  # before the answers are processed, so that the worker need not wait for that
                 session.receive(*incoming)
             except ServeError as error:
                 self._lose(error)
                 return
-            if not session.tickets and self.address.kind == "unix":
-                break  # no answer is due; the loop reports other packets
+            if answered or (not session.tickets and self.address.kind == "unix"):
+                break  # no answer is due at once; the loop reports other packets
         else:
             if self._loop is not None:
                 self._loop.call_soon(self._readable)
