@@ -260,7 +260,7 @@ def test_invalid_gpu_memory_is_refused(
     with pytest.raises(InvalidRequest, match=said):
         regions.register("g", DeviceOrder(bytes(handle_bytes), device, size), ME)
     gpus.announcements.device_memory = False
-    with pytest.raises(Unsupported, match="needs the role operate"):
+    with pytest.raises(Unsupported, match="only from connections with the role operate"):
         regions.register("g", DeviceOrder(bytes(64), 0, 10), ME)
     assert regions.status("cuda", "") == []
     assert gpus.announcements.maps == []
