@@ -68,7 +68,6 @@ class Future(Ticket, concurrent.futures.Future[Any]):
     """
 
     _state = PENDING
-    _result = None
     _exception: BaseException | None = None
     _answer: Any = None
     _watch: Watch | None = None
@@ -113,9 +112,13 @@ class Future(Ticket, concurrent.futures.Future[Any]):
         return answer
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        if self._state is not FINISHED:
-            self._wait(timeout)
-        return self._exception
+        try:
+            self.result(timeout)
+        except ServeError as error:
+            if error is not self._exception:
+                raise
+            return error.with_traceback(None)  # the traceback and this future would keep each other alive
+        return None
 
     def _wait(self, timeout: float | None) -> None:
         if not self._reader.wait(self, timeout):

@@ -134,7 +134,7 @@ def _timeout(seconds: float | None) -> dict[str, Any]:
 
 
 def _json_values(name: str, value: Any) -> list[Any]:
-    """The elements in order, as generate takes them."""
+    """The elements in order, as `generate` takes them."""
     values = np.asarray(value).ravel().tolist()
     try:
         return [one.decode() if isinstance(one, bytes) else one for one in values]
@@ -154,7 +154,7 @@ def _part(event: bytes, dtypes: Mapping[str, str]) -> Result:
                 array = to_array(value if isinstance(value, list) else [value], dtype)
                 tensors.append(Tensor(name, *plain_input(name, array)))
         return inline_result(Reply(0, int(document.get("model_version") or 0), tuple(tensors), {}))
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Internal(f"the server's answer is not that of generate_stream: {error!r}") from error
 
 

@@ -38,7 +38,7 @@ class Queries(ABC, Generic[Document, Documents, Text]):
 
     @abstractmethod
     def _operate(self, what: str, model: str, version: int | str | None, timeout: float | None, body: Body) -> Any:
-        """The same for an operation."""
+        """The outcome of an operation, or a coroutine that returns it."""
 
     def models(self) -> Documents:
         """Every version of every model: name, version, state, reason, default, loading_seconds, reloading,
@@ -121,10 +121,10 @@ class Queries(ABC, Generic[Document, Documents, Text]):
         force: bool = False,
         timeout: float | None = None,
     ) -> Document:
-        """Unloads a model; earlier requests are answered first. Without `wait`, return immediately.
+        """Unloads a model; earlier requests are answered first. Without `wait`, returns immediately.
 
-        `unload_dependents`: also unload the models that were loaded only because this ensemble needs them. `force`:
-        fail earlier requests, and kill the model's processes. DeadlineExceeded names what is still pending; the model
+        `unload_dependents` also unloads the models that were loaded only because this ensemble needs them. `force`
+        fails earlier requests and kills the model's processes. DeadlineExceeded names what is still pending; the model
         keeps unloading.
         """
         body = of_unload(unload_dependents, wait, force, timeout)
@@ -177,7 +177,7 @@ class Queries(ABC, Generic[Document, Documents, Text]):
 
 
 class BlockingQueries(Queries[dict[str, Any], list[dict[str, Any]], str]):
-    """Those of a client whose calls return answers."""
+    """The queries and operations of a client whose calls return answers."""
 
     @property
     @abstractmethod

@@ -246,7 +246,7 @@ class SharedLink(SessionLink):
         """Opens a link while other threads wait. On failure, all unanswered requests fail."""
         end = monotonic() + self._reconnect_timeout
         limit = end if until is None else min(end, until)
-        tired = False
+        leader_timed_out = False
         failure: ServeError = ConnectionLost("connecting was interrupted")
         dialed: tuple[ServerLink, Incoming] | None = None
         self._leader = get_ident()
@@ -257,12 +257,12 @@ class SharedLink(SessionLink):
         except ServeError as error:
             failure = error
             early = limit < end and isinstance(error, ConnectionLost)
-            tired = early and (self._was_connected or monotonic() >= limit)
+            leader_timed_out = early and (self._was_connected or monotonic() >= limit)
         finally:
             self.lock.acquire()
             self._leading = False
             self._dialed = None
-            if dialed is None and (self.closed or not tired):  # otherwise only the leader's own wait has timed out
+            if dialed is None and (self.closed or not leader_timed_out):  # otherwise the others continue to wait
                 self.session.fail_all(Cancelled(CLOSED) if self.closed else failure)
         if dialed is None:
             return

@@ -12,7 +12,7 @@ from typing import Any
 
 from shmserve.clients.cli.commands.base import screen_of
 from shmserve.clients.cli.contexts import token_of
-from shmserve.errors import ConnectionLost, InvalidRequest, ModelFailed, ServeError
+from shmserve.errors import ConnectionLost, Internal, InvalidRequest, ModelFailed, ServeError
 from shmserve.terminal.console import BAD, FAINT, Screen
 from shmserve.terminal.errors import Misuse
 from shmserve.transport.http_link import HttpLink, parts_of
@@ -82,7 +82,9 @@ def _show(conversation: Conversation, text: str, screen: Screen) -> None:
 
 
 class Conversation:
-    """The messages so far. A message whose answer fails is forgotten; of a stopped answer, what had arrived remains."""
+    """The messages so far. A message whose answer fails is forgotten; a stopped answer is kept as far as it had
+    arrived.
+    """
 
     def __init__(self, endpoint: ChatEndpoint, model: str, system: str | None, sampling: Message) -> None:
         self._endpoint = endpoint
@@ -143,9 +145,19 @@ class ChatEndpoint:
                 for data in link.events(path, json.dumps(body).encode()):
                     if data == b"[DONE]":
                         return
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise ModelFailed(event["error"]["message"])
-                    yield event
+                    yield _chunk(data)
             except ConnectionLost as error:
                 raise ConnectionLost(f"{error}; --url names the gateway's HTTP endpoint") from error
+
+
+def _chunk(data: bytes) -> Message:
+    """An event of the stream. Raises ModelFailed if it is an error, and Internal if it is not one of OpenAI's API."""
+    try:
+        chunk: Message = json.loads(data)
+        failure = chunk.get("error")
+        text = failure["message"] if isinstance(failure, dict) else failure
+    except (AttributeError, KeyError, ValueError) as error:
+        raise Internal(f"the server's answer is not that of OpenAI's API: {error!r}") from error
+    if text:
+        raise ModelFailed(text)
+    return chunk

@@ -200,6 +200,8 @@ def test_done_reads_the_answer(client: shmserve.Client, broker: FakeBroker) -> N
     while not other.done():
         pass
     assert isinstance(other.exception(), shmserve.DeadlineExceeded)
+    garbled = client.submit("garble", {})
+    assert isinstance(garbled.exception(), shmserve.Internal), "found out when the answer is decoded"
     for _ in range(2):
         with pytest.raises(shmserve.DeadlineExceeded):
             other.result()

@@ -1,0 +1,55 @@
+"""Streams over HTTP, from a server whose events are errors or those of another protocol."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+
+import pytest
+
+from shmserve.clients.cli.commands.chat import ChatEndpoint
+from shmserve.clients.http_client import HttpClient
+from shmserve.errors import Internal, ModelFailed, ServeError
+from tests.support.cases import cases
+from tests.support.http_endpoint import Endpoint
+
+
+class Echo(Endpoint):
+    """Answers a POST with its field `event` as an event, and a GET with the metadata of a model."""
+
+    def handle(self, request: BaseHTTPRequestHandler) -> None:
+        text = json.dumps({"outputs": [{"name": "y", "datatype": "FP32"}]})
+        if request.command == "POST":
+            body = json.loads(request.rfile.read(int(request.headers["Content-Length"])))
+            text = f"data: {body['event'][0]}\n\n"
+        request.send_response(200)
+        request.send_header("Content-Length", str(len(text)))
+        request.end_headers()
+        request.wfile.write(text.encode())
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with Echo() as endpoint:
+        yield f"http://127.0.0.1:{endpoint.port}"
+
+
+@cases(
+    ("{", Internal, "the server's answer is not that of OpenAI's API: JSONDecodeError"),
+    ("[]", Internal, "the server's answer is not that of OpenAI's API: AttributeError"),
+    ('"text"', Internal, "the server's answer is not that of OpenAI's API: AttributeError"),
+    ('{"error": {}}', Internal, "the server's answer is not that of OpenAI's API: KeyError('message')"),
+    ('{"error": {"message": "too long"}}', ModelFailed, "too long"),
+    ('{"error": "too long"}', ModelFailed, "too long"),
+)
+def test_events_of_a_chat(event: str, kind: type[ServeError], text: str, url: str) -> None:
+    with pytest.raises(kind) as failed:
+        list(ChatEndpoint(url, "").stream({"event": [event]}))
+    assert str(failed.value).startswith(text)
+
+
+@cases(("{", Internal), ("[]", Internal), ('"text"', Internal), ('{"error": "too long"}', ModelFailed))
+def test_events_of_a_model(event: str, kind: type[ServeError], url: str) -> None:
+    with HttpClient(url) as client, client.stream("m", {"event": [event.encode()]}) as parts, pytest.raises(kind):
+        list(parts)
