@@ -73,10 +73,10 @@ def write(contexts: Contexts) -> None:
         raise Failed(f"cannot write the contexts to {target}: {error.strerror}") from error
 
 
-def place_of(args: argparse.Namespace) -> Place:
-    """Options, then the environment, then the current context, then this user's server."""
+def place_of(args: argparse.Namespace, url: str | None = None) -> Place:
+    """Options, then the environment, then the current context, then this user's server. `url`: from another option."""
     options = Place(
-        url=args.url,
+        url=url or args.url,
         runtime_dir=args.runtime_dir,
         token_file=os.fspath(args.token_file) if args.token_file is not None else None,
         server_key=args.server_key,

@@ -18,9 +18,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shmserve.errors import DeadlineExceeded, InvalidRequest, ServeError
-from shmserve.terminal.errors import Misuse
+from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from typing import TypeAlias
 
     from shmserve.clients.client import Client
@@ -150,6 +151,13 @@ def print_text(text: str) -> None:
     print(text, end="\n" if text else "")
 
 
+def write_file(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Failed(f"cannot write {path}: {error.strerror}") from error
+
+
 def screen_of(args: argparse.Namespace) -> Screen:
     """Standard output, with the choice of --color."""
     from shmserve.terminal.console import Screen
@@ -164,23 +172,17 @@ def output(
     document: Callable[[Result], Any] = lambda result: result,
 ) -> int:
     """Prints the result of `ask` as text, or as a document with --json; with --watch repeatedly, until Ctrl-C."""
-    screen = screen_of(args)
-    if args.watch is None:
-        result = ask()
-        if args.json:
-            print_json(document(result))
-        else:
-            print_text(text(result, screen))
-        return 0
-    again = False
+    screen, again = screen_of(args), False
     while True:
         result = ask()
         if args.json:
-            print_json(document(result), indent=None)
-        elif screen.can_redraw:
+            print_json(document(result), indent=2 if args.watch is None else None)
+        elif args.watch is not None and screen.can_redraw:
             print(screen.frame(text(result, screen), again), end="")
         else:
             print_text(text(result, screen))
+        if args.watch is None:
+            return 0
         sys.stdout.flush()
         again = True
         select.select([], [], [], args.watch)

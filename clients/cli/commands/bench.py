@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections import Counter
-from pathlib import Path
 from secrets import randbelow
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from shmserve.clients.cli.commands.base import StatusLine, next_step, print_json, print_text, screen_of
+from shmserve.clients.cli.commands.base import (
+    StatusLine,
+    next_step,
+    print_json,
+    print_text,
+    screen_of,
+    write_file,
+)
+from shmserve.clients.cli.contexts import place_of
 from shmserve.errors import InvalidRequest
 from shmserve.terminal.errors import Failed, Misuse
 
@@ -59,18 +65,17 @@ def plan_of(args: argparse.Namespace) -> LoadPlan:
         Sequences,
     )
 
-    url = args.openai or args.url
-    if args.openai and args.url:
-        raise Misuse("--openai URL is the server: leave out --url")
-    if url is None and args.runtime_dir is None:
-        url = os.environ.get("SHMSERVE_URL") or None
+    if args.openai and (args.url or args.runtime_dir or args.context):
+        raise Misuse("--openai URL is the server: leave out --url, --runtime-dir and --context")
+    place = place_of(args, args.openai)
+    token = place.token if place.is_http else ""
     endpoint = Endpoint(
-        url=url,
-        runtime_dir=args.runtime_dir,
-        server_key=args.server_key,
-        key_file=args.key_file,
+        url=place.url,
+        runtime_dir=place.runtime_dir,
+        server_key=place.server_key,
+        key_file=place.key_file,
         memory=args.memory,
-        headers=tuple(args.header),
+        headers=(*args.header, *([("Authorization", f"Bearer {token}")] if token else [])),
         ca=args.ca,
         client_cert=args.client_cert,
         client_key=args.client_key,
@@ -199,22 +204,15 @@ def _write(args: argparse.Namespace, run: SavedRun) -> None:
     if args.save is not None:
         from shmserve.tools.load.record import encode
 
-        _write_file(args.save, encode(run).decode())
+        write_file(args.save, encode(run).decode())
     if args.csv is not None:
         from shmserve.tools.load.report.csv import csv_text
 
-        _write_file(args.csv, csv_text(run))
+        write_file(args.csv, csv_text(run))
     if args.html is not None:
         from shmserve.tools.load.report.html import html_text
 
-        _write_file(args.html, html_text(run))
-
-
-def _write_file(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise Failed(f"cannot write {path}: {error.strerror}") from error
+        write_file(args.html, html_text(run))
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -37,7 +37,8 @@ def context(args: argparse.Namespace) -> int:
 def _place(args: argparse.Namespace) -> Place:
     """Files are kept with absolute paths, because commands run in other directories."""
     files = {name: os.path.abspath(file) for name in ("token_file", "key_file") if (file := getattr(args, name))}
-    return Place(url=args.address, server_key=args.server_key, **files)
+    key = args.server_key
+    return Place(url=args.address, server_key=os.path.abspath(key) if key and os.path.exists(key) else key, **files)
 
 
 def _list(args: argparse.Namespace, contexts: Contexts) -> int:

@@ -44,19 +44,19 @@ class Wrong(Exception):
 
 def demo(args: argparse.Namespace) -> int:
     """Returns 0 if at least one sample is served and all served samples succeeded."""
+    from shmserve.clients.client import Client
+
     results: dict[str, DemoResult] = {}
     failed: list[str] = []
     say = _hush if args.json else _say
-    from shmserve.clients.client import Client
-
     with connected(args) as client:
         if not isinstance(client, Client):
             raise Misuse("the demonstration needs more than HTTP; connect over the lane, ipc or tcp instead")
         served = {entry["name"]: entry for entry in client.models()}
         port = client.activity()["server"].get("ports", {}).get("http")
-        for name, show in SHOWS.items():
+        for name, (title, show) in SHOWS.items():
             if not args.json:
-                print(f"{name}: {TITLES[name]}")
+                print(f"{name}: {title}")
             absent = _absent(name, served.get(name))
             if absent:
                 say(absent)
@@ -73,7 +73,8 @@ def demo(args: argparse.Namespace) -> int:
     if not results:
         raise Failed(f"the server has none of the sample models: {FIRST_STEP}")
     if not args.json:
-        where = f" --runtime-dir {shlex.quote(args.runtime_dir)}" if args.runtime_dir else ""
+        options = {"--url": args.url, "--runtime-dir": args.runtime_dir, "--context": args.context}
+        where = "".join(f" {option} {shlex.quote(value)}" for option, value in options.items() if value)
         print(NEXT.format(command="shmserve" if shutil.which("shmserve") else sys.argv[0], where=where))
         if port is not None:
             print(OVER_HTTP.format(port=port))
@@ -131,7 +132,7 @@ def mlp(client: Client, say: Say) -> DemoResult:
     alone = result["y"]
     best = int(alone.argmax())
     say(f"64 numbers: most likely class {best}, {alone[0, best]:.0%} ({took})")
-    before = _batches(client, "mlp")
+    before = _batches(client)
     started = time.perf_counter()
     futures = [client.submit("mlp", {"x": row}) for row in rows]
     for turn in range(IN_FLIGHT, MANY):
@@ -139,7 +140,7 @@ def mlp(client: Client, say: Say) -> DemoResult:
         futures[turn % IN_FLIGHT] = client.submit("mlp", {"x": rows[turn % IN_FLIGHT]})
     answers = [future.result()["y"] for future in futures]
     seconds = time.perf_counter() - started
-    batches = _batches(client, "mlp") - before
+    batches = _batches(client) - before
     if not np.allclose(answers[0], alone, rtol=1e-4, atol=1e-5):
         raise Wrong("the result for the same numbers differs when they are batched with other requests")
     say(f"{MANY:,} requests, {IN_FLIGHT} in flight: {duration_text(seconds)}, {MANY / seconds:,.0f} per second")
@@ -147,8 +148,8 @@ def mlp(client: Client, say: Say) -> DemoResult:
     return {"class": best, "requests": MANY, "batches": batches, "per_second": round(MANY / seconds)}
 
 
-def _batches(client: Client, model: str) -> int:
-    return sum(int(entry["execution_count"]) for entry in client.statistics(model)["model_stats"])
+def _batches(client: Client) -> int:
+    return sum(int(entry["execution_count"]) for entry in client.statistics("mlp")["model_stats"])
 
 
 def cnn(client: Client, say: Say) -> DemoResult:
@@ -182,10 +183,10 @@ def ocr_rec(client: Client, say: Say) -> DemoResult:
     return {"text": text}
 
 
-TITLES = {
-    "add_sub": "a Python model, 1/model.py, with two inputs",
-    "mlp": "a small network; waiting requests are batched",
-    "cnn": "an image classifier with two instances",
-    "ocr_rec": "a network that recognizes a line of text",
+SHOWS: Mapping[str, tuple[str, Callable[[Client, Say], DemoResult]]] = {
+    "add_sub": ("a Python model, 1/model.py, with two inputs", add_sub),
+    "mlp": ("a small network; waiting requests are batched", mlp),
+    "cnn": ("an image classifier with two instances", cnn),
+    "ocr_rec": ("a network that recognizes a line of text", ocr_rec),
 }
-SHOWS: dict[str, Callable[[Client, Say], DemoResult]] = {"add_sub": add_sub, "mlp": mlp, "cnn": cnn, "ocr_rec": ocr_rec}
+"""Sample -> its title, and the function that runs it."""

@@ -11,7 +11,7 @@ from shmserve.clients.cli.commands.base import connected, print_json
 def version(args: argparse.Namespace) -> int:
     """Queries the server only if one is given; otherwise the client is not imported."""
     versions = {"shmserve": shmserve.__version__}
-    if args.url is not None or args.runtime_dir is not None:
+    if any(option is not None for option in (args.url, args.runtime_dir, args.context)):
         with connected(args) as client:
             versions["server"] = client.metadata()["version"]
     if args.json:

@@ -123,6 +123,26 @@ def test_urls_of_endpoints_are_parsed() -> None:
             _ = plan("--url", url).endpoint.address
 
 
+def test_a_context_names_the_server_and_its_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("SHMSERVE_URL", raising=False)
+    monkeypatch.delenv("SHMSERVE_RUNTIME_DIR", raising=False)
+    (tmp_path / "token").write_text("secret")
+    token = ("Authorization", "Bearer secret")
+    assert main(["context", "add", "prod", "https://h:1", "--token-file", str(tmp_path / "token")]) == 0
+    for words, url, headers in (
+        ("--header a:b", "https://h:1", (("a", "b"), token)),
+        ("--context prod", "https://h:1", (token,)),
+        ("--url unix:///s", "unix:///s", ()),
+        (f"--url https://i:2 --token-file {tmp_path}/token", "https://i:2", (token,)),
+        (f"--openai http://localhost:1/v1 --token-file {tmp_path}/token", "http://localhost:1/v1", (token,)),
+    ):
+        endpoint = plan(*words.split()).endpoint
+        assert (endpoint.url, endpoint.headers) == (url, headers), words
+    with pytest.raises(Misuse, match="leave out --url, --runtime-dir and --context"):
+        plan("--openai", "http://localhost:1/v1", "--context", "prod")
+
+
 def test_saved_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The exit code says whether the second run is worse."""
     for name, rates in (("slow", [100, 101, 99]), ("fast", [200, 201, 199])):

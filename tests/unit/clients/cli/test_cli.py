@@ -54,6 +54,7 @@ def test_where_a_server_is_looked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command line takes precedence over the environment."""
+    before = os.getcwd()
     assert main.main(["ready", "--wait", "0.5", "--runtime-dir", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert "not ready after 0.5 s: no server at" in said
@@ -69,6 +70,7 @@ def test_where_a_server_is_looked_for(
         (["models"], "a.sock"),
         (["models", "--context", "b"], "b.sock"),
         (["models", "--context", "c"], "there is no context 'c'; contexts: a, b"),
+        (["version", "--context", "b"], "b.sock"),
         (["context", "remove", "a"], ""),
         (["context", "use", "a"], "there is no context 'a'; contexts: b"),
         (["context", "use", "b"], ""),
@@ -76,9 +78,17 @@ def test_where_a_server_is_looked_for(
     ):
         assert (main.main(words) != 0) == bool(expected)
         assert expected in capsys.readouterr().err
+    (tmp_path / "server.pub").touch()
+    monkeypatch.chdir(tmp_path)
+    for name, key in (("c", "server.pub"), ("d", "x" * 40)):
+        assert main.main(["context", "add", name, "tcp://h:1", "--server-key", key]) == 0
+    capsys.readouterr()
     assert main.main(["context", "list", "--json"]) == 0
-    place = {"url": f"unix://{tmp_path}/b.sock", "token_file": f"{os.getcwd()}/token"}
-    assert json.loads(capsys.readouterr().out) == {"current": "b", "places": {"b": place}}
+    listed = json.loads(capsys.readouterr().out)
+    places = listed["places"]
+    assert (listed["current"], [*places]) == ("b", ["b", "c", "d"])
+    assert places["b"] == {"url": f"unix://{tmp_path}/b.sock", "token_file": f"{before}/token"}
+    assert [places[name]["server_key"] for name in "cd"] == [str(tmp_path / "server.pub"), "x" * 40]
     monkeypatch.setenv("SHMSERVE_URL", "gopher://x")
     assert main.main(["models"]) == 2
     assert "gopher://x" in capsys.readouterr().err
