@@ -215,7 +215,7 @@ def span(text: str) -> tuple[int, int]:
 def size(text: str) -> int:
     """2GiB, 512M or a number of bytes. Units are binary."""
     result = _SIZE.fullmatch(text.strip())
-    value = round(float(result[1]) * 1024 ** (" KMGT".index(result[2].upper()) if result[2] else 0)) if result else 0
-    if not value:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a size above 0, such as 512MiB or 2GiB")
-    return value
+    value = float(result[1]) * 1024 ** " KMGT".index((result[2] or " ").upper()) if result else 0.0
+    if not 1 <= value <= MAX_INTEGER:
+        raise argparse.ArgumentTypeError(f"'{text[:DIGITS]}' is not a size above 0, such as 512MiB or 2GiB")
+    return round(value)

@@ -89,13 +89,13 @@ INSTANCES = (
 def models_table(index: Sequence[Mapping[str, Any]], screen: Screen) -> str:
     """The table of versions; the default version is marked if a model has several, and shares are shown if requests
     are divided."""
-    counts = Counter(entry["name"] for entry in index)
-    rows = [model_row(entry, counts[entry["name"]] > 1) for entry in index]
+    versions = Counter(entry["name"] for entry in index)
+    rows = [model_row(entry, versions[entry["name"]] > 1) for entry in index]
     columns: tuple[Column, ...] = MODELS
     if any(0 < entry.get("share", 0) < 100 for entry in index):
         columns = (*MODELS[:3], SHARE, *MODELS[3:])
         for row, entry in zip(rows, index, strict=True):
-            several = counts[entry["name"]] > 1 and entry.get("share") is not None
+            several = versions[entry["name"]] > 1 and entry.get("share") is not None
             row.insert(3, f"{entry['share']:g} %" if several else "-")
     text = screen.table(columns, rows)
     marked = any(row[1].endswith("*") for row in rows)
@@ -217,15 +217,15 @@ def config_text(text: str, screen: Screen) -> str:
 
 def stats(args: argparse.Namespace) -> int:
     if args.prometheus:
-        if args.model or args.version or args.json or args.history or args.watch is not None:
+        if any((args.model, args.version, args.json, args.history, args.callers, args.watch)):
             raise Misuse("--prometheus covers the whole server and cannot be combined with a model or another format")
         with connected(args) as client:
             print(client.metrics(), end="")
         return 0
     if args.callers and (args.model or args.version or args.history):
         raise Misuse("--callers covers the whole server and cannot be combined with a model or --history")
-    if args.version and len(args.model) != 1:
-        raise Misuse("--version needs one model")
+    if args.version and not _is_one(args.model):
+        raise Misuse("--version needs the name of one model")
     with connected(args) as client:
         if args.callers:
             return output(args, lambda: {"caller_stats": callers_of(client.activity())}, callers_text)
@@ -240,8 +240,13 @@ def stats(args: argparse.Namespace) -> int:
         return output(args, lambda: _statistics(args, client), text)
 
 
+def _is_one(models: Sequence[str]) -> bool:
+    """Whether the arguments are the name of one model, not a pattern."""
+    return len(models) == 1 and not set("*?[").intersection(models[0])
+
+
 def _statistics(args: argparse.Namespace, client: BlockingQueries) -> dict[str, Any]:
-    if len(args.model) == 1 and not set("*?[").intersection(args.model[0]):
+    if _is_one(args.model):
         return client.statistics(args.model[0], args.version)
     return {"model_stats": _chosen(args.model, client.statistics()["model_stats"])}
 
@@ -320,8 +325,8 @@ class LanguageRates:
 
     def text(self, statistics: Mapping[str, Any], screen: Screen, now: float) -> list[str]:
         """A table, after an empty line; nothing without language models."""
-        counts = {(entry["name"], entry["version"]): entry.get("language") for entry in statistics["model_stats"]}
-        known = {key: one for key, one in counts.items() if one}
+        entries = {(entry["name"], entry["version"]): entry.get("language") for entry in statistics["model_stats"]}
+        known = {key: one for key, one in entries.items() if one}
         values = [
             (*key, *map(_figure_text, figures_of(self._before.get(key), one, now - self._at).items()))
             for key, one in known.items()
@@ -354,7 +359,7 @@ LANGUAGE = (
 
 
 def streams_text(stats: Mapping[str, Any]) -> str:
-    """For a decoupled model: the times to the first response and between responses."""
+    """The times of a decoupled model to the first response and between responses."""
     texts = []
     for name, label in (("first_response", "first response after"), ("between_responses", "between responses")):
         times = stats[name]

@@ -70,6 +70,7 @@ REFUSED = {
         ("mlp cnn --slo ttft=1s", "a language model is tuned alone"),
         ("mlp mlp --p99 20ms", "two of the models have the same name"),
         ("mlp --p99 20ms --rate 5 --objective throughput", "leave out --rate"),
+        (f"mlp --p99 20ms --memory {'9' * 400}", "is not a size above 0, such as 512MiB or 2GiB"),
     ],
     "load": [
         ("", "name one or more models, or use --all"),
@@ -93,7 +94,9 @@ REFUSED = {
     ],
     "stats": [
         ("a --prometheus", "--prometheus covers the whole server"),
+        ("--callers --prometheus", "--prometheus covers the whole server"),
         ("a --callers", "--callers covers the whole server"),
+        ("a* --version 2", "--version needs the name of one model"),
     ],
 }
 
