@@ -23,10 +23,11 @@ from shmserve.system.server_process import READY, ServerProcess
 if TYPE_CHECKING:
     from shmserve.clients.client import Client
 
+START_S = 60.0
 STOP_S = 30.0
 CONNECT_S = 1.0
-LONGEST = 60
-"""Maximum length of the path of the temporary folder, in bytes."""
+MAX_PATH_BYTES = 60
+"""Maximum length of the path of the temporary folder."""
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _KEPT = ("SHMSERVE_BACKEND_CONFIG", "SHMSERVE_HOST_POLICY", "SHMSERVE_DISABLE_AUTO_COMPLETE_CONFIG")
 """Settings that a model may need to load. All others belong to another server, e.g. its log file and sockets."""
@@ -42,11 +43,9 @@ class TemporaryServer:
         started = False
         try:
             with _delayed_signals():  # a signal in between would leave a process or a folder that nothing refers to
-                self._folder = tempfile.TemporaryDirectory(prefix="shmserve-check-", dir=temporary_dir(LONGEST))
-                self._runtime_dir, self._log_file = (
-                    Path(self._folder.name, "run"),
-                    Path(self._folder.name, "server.log"),
-                )
+                self._folder = tempfile.TemporaryDirectory(prefix="shmserve-check-", dir=temporary_dir(MAX_PATH_BYTES))
+                self._runtime_dir = Path(self._folder.name, "run")
+                self._log_file = Path(self._folder.name, "server.log")
                 try:
                     self._server = self._start(repositories, options)
                 except BaseException:
@@ -82,6 +81,11 @@ class TemporaryServer:
                 raise Unavailable(f"the temporary server exited with code {code}: {self.last_words}")
             self._ready = True
         return self._ready
+
+    def await_start(self) -> None:
+        """Waits for the first round of loading to end. Raises Unavailable if that does not happen within START_S."""
+        if not self.ready(START_S):
+            raise Unavailable(f"the temporary server did not start within {START_S:g} s: {self.last_words}")
 
     @property
     def log(self) -> str:

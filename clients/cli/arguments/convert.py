@@ -25,7 +25,7 @@ run in a temporary server. Loading a .joblib, .pkl or .pt2 file runs any code in
     about = "make an ONNX model of another framework's model, and check that both answer the same"
     codes = ("written", "not written: the model cannot be converted, or the answers differ")
     command = add_command(commands, "convert", "convert", about, examples, codes, note)
-    _add_made(command, "model file or directory: .pt, .pt2, .joblib, .pkl, .pdmodel, SavedModel")
+    _add_conversion(command, "model file or directory: .pt, .pt2, .joblib, .pkl, .pdmodel, SavedModel")
     add = command.add_argument
     rare(add, "--opset", metavar="N", type=at_least_1, help="version of the ONNX operators (default: the converter's)")
     text = "largest difference of an output, as a share of its largest value (default: %(default)s)"
@@ -45,13 +45,13 @@ faster on GPUs, and slower on most CPUs. Both models run in a temporary server, 
 """
     about = "make a smaller ONNX model, and compare size, speed and answers"
     command = add_command(commands, "quantize", "convert", about, examples, ("written", "not written"), note)
-    _add_made(command, "ONNX file, or model directory with one")
+    _add_conversion(command, "ONNX file, or model directory with one")
     text = "what the new model computes in (default: %(default)s)"
     command.add_argument("--precision", choices=PRECISIONS, default=PRECISIONS[0], help=text)
     add_json(command)
 
 
-def _add_made(command: argparse.ArgumentParser, source: str) -> None:
+def _add_conversion(command: argparse.ArgumentParser, source: str) -> None:
     """The arguments of the commands that write a model directory."""
     add = command.add_argument
     add("name", metavar="NAME", help="name of the new model, and of its directory")

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
 
 ASK_S = 10.0
-START_S = 60.0
 TICK_S = 0.2
 """Refresh interval of the progress line."""
 LOG_LINES = 20
@@ -80,7 +79,7 @@ def _check(
         backends=_backends(args),
         gpus=discover().numbers if args.target is None else args.target,
         directory=args.backend_directory or "",
-        config_name=args.model_config_name or "",
+        config_name=args.model_config_name,
         completed=completed,
         policies=None if args.host_policy is None else [text.partition(",")[0] for text in args.host_policy],
         namespacing=args.model_namespacing,
@@ -152,8 +151,7 @@ def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace
     backends completed, which ensembles depend on."""
     from shmserve.clients.cli.temporary_server import TemporaryServer, ended_in_order
 
-    name = args.model_config_name or ""
-    options = ["--model-config-name", name] if name else []
+    options = ["--model-config-name", args.model_config_name] if args.model_config_name else []
     options += ["--model-namespacing", "true"] if args.model_namespacing else []
     options += ["--backend-directory", str(args.backend_directory)] if args.backend_directory else []
     if not any(model.versions and not model.ensemble for model in checked.models):
@@ -172,6 +170,8 @@ def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace
 
 def _await_load(server: TemporaryServer, client: Client, timeout: float | None, progress: _Progress) -> None:
     """Waits until no model is loading, or `timeout` has passed since the server first answered."""
+    from shmserve.clients.cli.temporary_server import START_S
+
     deadline = time.monotonic() + START_S
     up = False
     while not server.ready(max(0.0, min(TICK_S, deadline - time.monotonic()))):
@@ -200,7 +200,7 @@ def _completed(client: Client, index: Sequence[Entry]) -> dict[str, Any]:
 
 
 def _judged(
-    checked: Checked, index: Sequence[Entry], output: Mapping[str, Sequence[str]], timeout: float | None
+    checked: Checked, index: Sequence[Entry], lines: Mapping[str, Sequence[str]], timeout: float | None
 ) -> Checked:
     entries: dict[str, list[Entry]] = {}
     for entry in index:
@@ -210,7 +210,7 @@ def _judged(
         failures = [
             finding
             for entry in entries.get(model.full_name, ())
-            for finding in _failed(model, entry, output, timeout)
+            for finding in _failed(model, entry, lines, timeout)
             if not model.ensemble
         ]
         models.append(model._replace(findings=(*model.findings, *failures)))
@@ -218,7 +218,7 @@ def _judged(
 
 
 def _failed(
-    model: CheckedModel, entry: Entry, output: Mapping[str, Sequence[str]], timeout: float | None
+    model: CheckedModel, entry: Entry, lines: Mapping[str, Sequence[str]], timeout: float | None
 ) -> list[CheckFinding]:
     from shmserve.repo.check import CheckFinding
 
@@ -232,11 +232,10 @@ def _failed(
         text, hint = f"not loaded within {timeout:g} s", "--timeout allows more"
     else:
         text = f"could not be loaded: {entry['reason'] or entry['state']}"
-    lines = [line for instance in entry.get("instances", ()) for line in instance["last_words"]]
-    if not lines:  # no process has exited yet
-        lines = [line for group in model.groups for line in output.get(group, ())]
-    last = tuple(lines[-LOG_LINES:])
-    return [CheckFinding(model.name, "error", model.repository, file, 0, 0, "", text, hint, last)]
+    last = [line for instance in entry.get("instances", ()) for line in instance["last_words"]]
+    if not last:  # no process has exited yet
+        last = [line for group in model.groups for line in lines.get(group, ())]
+    return [CheckFinding(model.name, "error", model.repository, file, 0, 0, "", text, hint, tuple(last[-LOG_LINES:]))]
 
 
 def _lines_of_workers(log: str) -> dict[str, list[str]]:

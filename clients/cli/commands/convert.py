@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shmserve.tools.convert.agreement import Ask, OutputDifference
     from shmserve.tools.convert.originals import Original
 
-START_S, ASK_S, LOAD_S = 60.0, 120.0, 600.0
+ASK_S, LOAD_S = 120.0, 600.0
 ROWS = (1, 3, 8)
 """Batch sizes of the requests, as far as the model takes them."""
 SEEDS = 4
@@ -56,9 +56,11 @@ def convert(args: argparse.Namespace) -> int:
         export(original.file, config, out, args.opset)
 
     with _compared(args, make) as compared:
-        same = all(one.within(args.tolerance) for one in compared.differences)
-        if not same:
-            print(_differences(compared.differences, screen_of(args)))
+        if not all(one.within(args.tolerance) for one in compared.differences):
+            if args.json:
+                print_json({"model": args.name, "outputs": _plain(compared.differences)})
+            else:
+                print(_differences(compared.differences, screen_of(args)))
             text = f"the outputs differ by more than --tolerance {args.tolerance:g}, so {args.name} is not written"
             raise Failed(text)
         _write(args, compared, {}, "")
@@ -126,8 +128,7 @@ def _compared(
             raise Misuse(str(error)) from error
         options = ["--model-control-mode", "explicit"]
         with TemporaryServer([original.repository, new], options) as server, server.client(ASK_S) as client:
-            if not server.ready(START_S):
-                raise Failed(f"the temporary server did not start within {START_S:g} s: {server.last_words}")
+            server.await_start()
             status.show(f"loading {args.source}")
             client.load(original.name, timeout=LOAD_S)
             config = from_triton_json(client.config(original.name))
@@ -234,9 +235,7 @@ def _write(args: argparse.Namespace, compared: Compared, document: Mapping[str, 
     files = write(compared.starter, args.name, args.repository)
     commands = next_commands(args.name, args.repository, compared.starter)
     if args.json:
-        outputs = [
-            one._asdict() | {"largest": one.largest if isfinite(one.largest) else None} for one in compared.differences
-        ]
+        outputs = _plain(compared.differences)
         print_json(
             {"model": args.name, "files": list(map(str, files)), "outputs": outputs, **document, "commands": commands}
         )
@@ -246,6 +245,10 @@ def _write(args: argparse.Namespace, compared: Compared, document: Mapping[str, 
         if part:
             print(f"\n{part}")
     print_commands(commands)
+
+
+def _plain(differences: Sequence[OutputDifference]) -> list[dict[str, Any]]:
+    return [one._asdict() | {"largest": one.largest if isfinite(one.largest) else None} for one in differences]
 
 
 def _differences(differences: Sequence[OutputDifference], screen: Screen) -> str:

@@ -18,9 +18,10 @@ from random import Random
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import StatusLine, print_json, screen_of
+from shmserve.clients.cli.commands.base import StatusLine, print_json, screen_of, write_file
 from shmserve.clients.cli.commands.bench import asks, prompts_of
-from shmserve.errors import Unsupported
+from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.system.files import new_file
 from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 CONFIG = "config.pbtxt"
 ASK_S = 30.0
-START_S = 60.0
 SAMPLE_MS = "100"
 """Interval at which the server measures the memory on GPUs."""
 SAMPLES = 8
@@ -47,7 +47,7 @@ SAMPLES = 8
 CALLERS = 16
 """Requests in flight when the steps of an ensemble are compared."""
 SEED = 1
-"""Of the prompts for a language model: all settings get the same."""
+"""The seed of the prompts for a language model: all settings get the same prompts."""
 VARIETY = 64
 """Number of different requests."""
 VARIETY_BYTES = 64 << 20
@@ -68,11 +68,11 @@ def tune(args: argparse.Namespace) -> int:
         if len(folders) > 1:
             raise Misuse("a language model is tuned alone: give one model")
         return _tune_language(args, folder)
-    if len(folders) == 1 and _has_sequences(folder):
+    if len(folders) == 1 and _parsed(folder).sequence_batching is not None:
         return _tune_sequences(args, folder)
     if not args.p99:
         raise Misuse("--p99 TIME is the target; of a language model, it is --slo ttft=TIME,itl=TIME")
-    if len(folders) > 1 or _is_ensemble(folder):
+    if len(folders) > 1 or _parsed(folder).ensemble_scheduling is not None:
         if args.html is not None:
             raise Misuse("--html shows a single model: leave it out")
         if len(folders) > 1:
@@ -81,12 +81,12 @@ def tune(args: argparse.Namespace) -> int:
     goal = _goal(args, folder.name)
     before = _earlier(args, folder, goal)
     outcome = _tuned(args, folder, goal)
-    from shmserve.tools.tune import compared, report
+    from shmserve.tools.tune import compared, html, report
 
     path = _shown(folder / CONFIG)
     changes = report.diff(outcome, path)
     if args.html is not None:
-        _write(args.html, _html(outcome, path))
+        write_file(args.html, html.page(outcome, path))
     if args.json:
         print_json(report.as_json(outcome, path))
     else:
@@ -117,8 +117,6 @@ def _earlier(args: argparse.Namespace, folder: Path, goal: Goal) -> Mapping[str,
 def _compared(args: argparse.Namespace, check: Callable[[Any], Mapping[str, Any]]) -> Mapping[str, Any] | None:
     if args.compare is None:
         return None
-    from shmserve.errors import InvalidRequest
-
     try:
         return check(json.loads(args.compare.read_bytes()))
     except OSError as error:
@@ -183,28 +181,15 @@ def _goal(args: argparse.Namespace, name: str, several: bool = False) -> Goal:
     )
 
 
-def _html(outcome: TuningOutcome, path: str) -> str:
-    from shmserve.tools.tune.html import page
-
-    return page(outcome, path)
-
-
-def _write(file: Path, content: str) -> None:
-    try:
-        file.write_bytes(content.encode())
-    except OSError as error:
-        raise Failed(f"cannot write {file}: {error.strerror}") from error
-
-
 def _apply(file: Path, before: str, after: str) -> None:
     """Replaces the file in one step, unless it has changed in the meantime."""
     if _read(file) != before:
         raise Failed(f"{file} has changed since tuning began; it is not overwritten")
-    written = file.with_name(f".{file.name}.new")
-    _write(written, after)
-    if file.exists():
-        written.chmod(file.stat().st_mode & 0o777)
-    written.replace(file)
+    try:
+        with new_file(file, file.stat().st_mode & 0o777 if file.exists() else 0o644) as part:
+            part.write_bytes(after.encode())
+    except OSError as error:
+        raise Failed(f"cannot write {file}: {error.strerror}") from error
 
 
 def _read(file: Path) -> str:
@@ -239,8 +224,7 @@ def _serving(args: argparse.Namespace, folders: Sequence[Path]) -> Iterator[tupl
     options += ["--backend-directory", str(args.backend_directory)] if args.backend_directory else []
     roots = list(dict.fromkeys(folder.parent for folder in folders))
     with ended_in_order(), TemporaryServer(roots, options) as server, server.client(ASK_S) as client:
-        if not server.ready(START_S):
-            raise Failed(f"the temporary server did not start within {START_S:g} s: {server.last_words}")
+        server.await_start()
         for folder in folders:
             client.load(folder.name)
         yield client, [from_triton_json(client.config(folder.name)) for folder in folders]
@@ -258,7 +242,7 @@ def _tuned(args: argparse.Namespace, folder: Path, goal: Goal) -> TuningOutcome:
 
 
 def _tune_language(args: argparse.Namespace, folder: Path) -> int:
-    """The same for a language model, whose settings are only measured, not simulated."""
+    """Tunes a language model, whose settings are only measured, not simulated."""
     from shmserve.tools.load.plan import Objectives
     from shmserve.tools.tune.language import DEFAULTS, LanguageGoal, LanguageTuner, TunedLanguageModel
     from shmserve.tools.tune.served import ServedModel
@@ -286,7 +270,7 @@ def _tune_language(args: argparse.Namespace, folder: Path) -> int:
 
 
 def _tune_sequences(args: argparse.Namespace, folder: Path) -> int:
-    """The same for a model with sequences, whose settings are only measured, too."""
+    """Tunes a model with sequences, whose settings are also only measured."""
     from shmserve.tools.tune.sequences import SequenceGoal, SequenceTuner, TunedSequenceModel, check_sequences
     from shmserve.tools.tune.served import ServedModel
     from shmserve.tools.tune.trial_table import sequence_text
@@ -307,7 +291,7 @@ def _tune_sequences(args: argparse.Namespace, folder: Path) -> int:
 
 
 def _interrupted(run: Callable[[], None]) -> bool:
-    """Whether Ctrl-C ended it early."""
+    """Whether Ctrl-C ended the run early."""
     try:
         run()
     except KeyboardInterrupt:
@@ -339,20 +323,14 @@ def _finish(
     return 0 if chosen is not None else 1
 
 
-def _has_sequences(folder: Path) -> bool:
+def _parsed(folder: Path) -> ModelConfig:
     from shmserve.repo.load import parse
 
-    return parse(_read(folder / CONFIG)).sequence_batching is not None
-
-
-def _is_ensemble(folder: Path) -> bool:
-    from shmserve.repo.load import parse
-
-    return parse(_read(folder / CONFIG)).ensemble_scheduling is not None
+    return parse(_read(folder / CONFIG))
 
 
 def _tune_ensemble(args: argparse.Namespace, folder: Path, goal: Goal, screen: Screen) -> int:
-    """The same for all steps of an ensemble together."""
+    """Tunes all steps of an ensemble together."""
     from shmserve.repo.compile import compile_policy
     from shmserve.repo.config.schema import from_triton_json
     from shmserve.tools.tune import joint
@@ -379,7 +357,7 @@ def _tune_ensemble(args: argparse.Namespace, folder: Path, goal: Goal, screen: S
 
 
 def _tune_together(args: argparse.Namespace, folders: Sequence[Path], screen: Screen) -> int:
-    """The same for several models that share the machine, under load at once."""
+    """Tunes several models that share the machine and are under load at the same time."""
     from shmserve.tools.tune import joint
     from shmserve.tools.tune.served import ServedModel, ServedModels
 
