@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from itertools import islice
 
-from shmserve.clients.cli.arguments import infer, local, measure, observe, operate
+from shmserve.clients.cli.arguments import infer, local, observe, operate
+from shmserve.clients.cli.arguments.bench import add_bench
 from shmserve.clients.cli.arguments.common import add_color
 from shmserve.clients.cli.arguments.convert import add_convert, add_describe, add_quantize
 from shmserve.clients.cli.arguments.plan import add_plan
@@ -113,7 +114,7 @@ def parser() -> CommandParser:
         infer.add_chat,
         infer.add_run,
         infer.add_dev,
-        measure.add_bench,
+        add_bench,
         observe.add_stats,
         observe.add_top,
         observe.add_ready,

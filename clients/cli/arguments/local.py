@@ -1,4 +1,4 @@
-"""Arguments of the commands for repositories, keys and other programs: check, build, gateway, keygen, completion."""
+"""Arguments of check, doctor, init, pull, build, gateway, keygen and completion."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Arguments of the commands that show a server: models, stats, top, ready, config, logs, trace,
-version."""
+"""Arguments of the commands that show a server: models, stats, top, ready, config, logs, trace, version."""
 
 from __future__ import annotations
 

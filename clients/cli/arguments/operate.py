@@ -1,4 +1,4 @@
-"""Arguments of the commands that change what is served: load, unload, restart, traffic, drain."""
+"""Arguments of the commands that change what is served: load, unload, restart, traffic, drain; and of context."""
 
 from __future__ import annotations
 

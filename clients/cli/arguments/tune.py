@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shmserve.clients.cli.arguments.bench import add_prompts, objectives
 from shmserve.clients.cli.arguments.common import (
     add_backend_settings,
     add_command,
@@ -18,7 +19,6 @@ from shmserve.clients.cli.arguments.common import (
     size,
     span,
 )
-from shmserve.clients.cli.arguments.measure import add_prompts, objectives
 from shmserve.clients.cli.help import rare
 
 Value = TypeVar("Value")

@@ -6,14 +6,21 @@ Invariant: a record is printed once. The server numbers records, and each query 
 from __future__ import annotations
 
 import argparse
-import json
 import select
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import LEVELS, complain, connected, next_step, print_text, screen_of
+from shmserve.clients.cli.commands.base import (
+    LEVELS,
+    complain,
+    connected,
+    next_step,
+    print_json,
+    print_text,
+    screen_of,
+)
 from shmserve.errors import ConnectionLost, DeadlineExceeded, Unavailable
 from shmserve.terminal.console import BAD, FAINT, WARN, Screen
 from shmserve.terminal.errors import Failed
@@ -94,7 +101,10 @@ def _follow(args: argparse.Namespace, reader: _Reader, screen: Screen) -> None:
 
 
 def _print(args: argparse.Namespace, record: Record, screen: Screen) -> None:
-    print_text(json.dumps(record, ensure_ascii=False) if args.json else record_text(record, screen))
+    if args.json:
+        print_json(record, indent=None)
+    else:
+        print_text(record_text(record, screen))
 
 
 def record_text(record: Record, screen: Screen) -> str:

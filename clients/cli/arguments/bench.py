@@ -1,4 +1,4 @@
-"""Arguments of the commands that measure: bench."""
+"""Arguments of `shmserve bench`."""
 
 from __future__ import annotations
 
