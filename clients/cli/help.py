@@ -125,9 +125,8 @@ class CommandParser(argparse.ArgumentParser):
         result, rest = self.parse_known_args(args, namespace)
         if rest:
             command = self._command(getattr(result, "command", None))
-            command.error(
-                "; ".join(command.stray(word) for word in rest if word.startswith("-")) or command.surplus(rest)
-            )
+            unknown = "; ".join(command.stray(word) for word in rest if word.startswith("-"))
+            command.error(unknown or f"too many arguments: {' '.join(rest)}")
         return result
 
     def _command(self, name: str | None) -> CommandParser:
@@ -143,10 +142,6 @@ class CommandParser(argparse.ArgumentParser):
         meant = self.synonyms.get(name)
         hint = f"; did you mean {meant}?" if meant else did_you_mean(name, sorted(self._option_string_actions))
         return f"unknown option {name}{hint}"
-
-    def surplus(self, rest: Sequence[str]) -> str:
-        """The error text for unexpected arguments."""
-        return f"too many arguments: {' '.join(rest)}"
 
 
 def _metavar(action: argparse.Action) -> str:

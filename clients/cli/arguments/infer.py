@@ -61,6 +61,7 @@ def add_chat(commands: Any) -> None:
     text = "HTTP endpoint of the server, or of any other that is OpenAI-compatible (default: http://localhost:8000)"
     add("--url", metavar="URL", default="http://localhost:8000", help=text)
     rare(add, "--token-file", metavar="FILE", type=Path, help="a file with the token to send")
+    command.set_defaults(runtime_dir=None, context=None, server_key=None, key_file=None)  # --url is always set
 
 
 def _add_inputs(command: argparse.ArgumentParser) -> None:

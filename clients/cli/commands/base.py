@@ -108,7 +108,7 @@ def _near(name: str, args: argparse.Namespace) -> str:
     models."""
     from difflib import get_close_matches
 
-    if not hasattr(args, "runtime_dir"):  # the command uses HTTP
+    if not hasattr(args, "context"):  # the command has a server of its own
         return ""
     try:
         with make_client(args, NAMES_S) as client:
@@ -139,6 +139,10 @@ class StatusLine:
         """The start of the text, as far as it fits the width."""
         if self.is_shown:
             print(CLEAR_LINE + text[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:

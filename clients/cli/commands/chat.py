@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
-from shmserve.clients.cli.commands.base import screen_of
+from shmserve.clients.cli.commands.base import counted, screen_of
 from shmserve.clients.cli.contexts import token_of
 from shmserve.errors import ConnectionLost, Internal, InvalidRequest, ModelFailed, ServeError
 from shmserve.terminal.console import BAD, FAINT, Screen
@@ -124,7 +124,7 @@ class Conversation:
 
 def _figures(tokens: int, first_s: float, rest_s: float) -> str:
     rate = f", {(tokens - 1) / rest_s:,.0f} tokens/s" if tokens > 1 and rest_s > 0 else ""
-    return f"{tokens} token{'' if tokens == 1 else 's'}{rate}, the first after {first_s * 1000:,.0f} ms"
+    return f"{counted(tokens, 'token')}{rate}, the first after {first_s * 1000:,.0f} ms"
 
 
 class ChatEndpoint:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import StatusLine, output
+from shmserve.clients.cli.commands.base import StatusLine, counted, output
 from shmserve.errors import ConnectionLost, InvalidRequest
 from shmserve.repo.gpus import discover
 from shmserve.terminal.console import BAD, FAINT, GOOD, WARN, Screen
@@ -106,13 +106,13 @@ def checked_text(checked: Checked, quiet: bool, strict: bool, screen: Screen) ->
     width = max((len(model.full_name) for model in checked.models), default=0)
     for model in checked.models:
         if not quiet:
-            counted = _counted(model.findings)
-            style = BAD if not model.ok else WARN if counted else GOOD
-            lines.append(f"{model.full_name.ljust(width)}  {screen.styled(counted or 'ok', style)}")
+            problems = _counted(model.findings)
+            style = BAD if not model.ok else WARN if problems else GOOD
+            lines.append(f"{model.full_name.ljust(width)}  {screen.styled(problems or 'ok', style)}")
         for finding in model.findings:
             lines += _finding_lines(finding, "" if quiet else "  ", shown, screen)
     if not quiet:
-        total = _number(len(checked.models), "model")
+        total = counted(len(checked.models), "model")
         lines.append(f"{total} checked, {_counted(checked.all()) or 'no problems'}")
     return "\n".join(lines)
 
@@ -133,14 +133,10 @@ def _finding_lines(finding: CheckFinding, indent: str, shown: Sequence[str], scr
 
 def _counted(findings: Sequence[CheckFinding]) -> str:
     errors = sum(finding.severity == "error" for finding in findings)
-    parts = [_number(errors, "error")] if errors else []
+    parts = [counted(errors, "error")] if errors else []
     if len(findings) > errors:
-        parts.append(_number(len(findings) - errors, "warning"))
+        parts.append(counted(len(findings) - errors, "warning"))
     return ", ".join(parts)
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 # -------------------------------------------------------------------------------------------------- loading

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import StatusLine, complain, connected, print_json
+from shmserve.clients.cli.commands.base import StatusLine, complain, connected, counted, print_json
 from shmserve.clients.cli.commands.operate import SPINNER
 from shmserve.terminal.errors import Misuse
 
@@ -78,7 +78,7 @@ def _wait(args: argparse.Namespace, client: BlockingQueries) -> int:
 
 
 class _Progress:
-    """On a terminal, one line that is updated; with --json, a line every REPORT_S; otherwise nothing."""
+    """Shows the progress: on a terminal as one line that is updated, with --json as a line every REPORT_S."""
 
     def __init__(self, as_json: bool, status: StatusLine, quiet_s: float) -> None:
         self._json = as_json
@@ -110,12 +110,8 @@ def _no_request(seconds: float) -> str:
 
 def work_text(state: State) -> str:
     """The server's remaining work, and its clients."""
-    parts = [_count(state["requests"], "request"), _count(state["sequences"], "open sequence")]
+    parts = [counted(state["requests"], "request"), counted(state["sequences"], "open sequence")]
     named = [f"{client['name'] or 'unnamed'} {client['in_flight']:,}" for client in state["clients"]]
     if named:
         parts[0] += f" ({', '.join(named)})"
     return ", ".join(parts)
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import connected, print_json
+from shmserve.clients.cli.commands.base import connected, counted, print_json
 from shmserve.session import Raw
 from shmserve.terminal import inputs, output
 from shmserve.terminal.errors import Misuse
@@ -45,10 +45,9 @@ def infer(args: argparse.Namespace) -> int:
 
 def _stream(args: argparse.Namespace, client: AnyClient, arrays: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
     """Prints answers as they arrive, each as a table or as a JSON document on one line."""
-    outputs = args.outputs.split(",") if args.outputs else None
     started = time.perf_counter()
     seconds: list[float] = []
-    with client.stream(args.model, arrays, outputs=outputs, version=args.version, timeout=args.timeout) as parts:
+    with client.stream(args.model, arrays, outputs=_outputs(args), version=args.version, timeout=args.timeout) as parts:
         for part in parts:
             seconds.append(time.perf_counter() - started)
             folder = args.out / str(len(seconds)) if args.out is not None else None
@@ -62,7 +61,11 @@ def _stream(args: argparse.Namespace, client: AnyClient, arrays: Mapping[str, An
             sys.stdout.flush()
     if not args.json:
         took = output.timing([time.perf_counter() - started])
-        print(f"{args.model}, {len(seconds)} part{'s' if len(seconds) != 1 else ''} in {took}")
+        print(f"{args.model}, {counted(len(seconds), 'part')} in {took}")
+
+
+def _outputs(args: argparse.Namespace) -> list[str] | None:
+    return args.outputs.split(",") if args.outputs else None
 
 
 def _largest(args: argparse.Namespace, client: AnyClient) -> int:
@@ -76,7 +79,7 @@ def _typed(arrays: inputs.Arrays, known: Mapping[str, Spec]) -> dict[str, Any]:
 
 
 def _run(args: argparse.Namespace, client: AnyClient, arrays: Mapping[str, Any]) -> tuple[Result, list[float]]:
-    outputs = args.outputs.split(",") if args.outputs else None
+    outputs = _outputs(args)
     seconds = []
     for _ in range(args.repeat):
         started = time.perf_counter()

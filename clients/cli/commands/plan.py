@@ -35,7 +35,7 @@ REQUESTS = 200_000
 AFTER = 10
 """Seconds simulated after the last change, if no end is given."""
 STARTS = 3
-"""The same with an autoscaler, as a multiple of a server's start time."""
+"""Time simulated after the last change with an autoscaler, as a multiple of a server's start time."""
 WINDOWS = 24
 """Rows of the timeline."""
 SECOND = 1_000_000_000
@@ -76,23 +76,19 @@ def plan(args: argparse.Namespace) -> int:
             each.check()
     except InvalidRequest as error:
         raise Misuse(str(error)) from error
+    from shmserve.tools.plan import simulate_fleet
+
     results = []
     with StatusLine() as status:
         for number, each in enumerate(plans, 1):
             which = f"{number}/{len(plans)} " if len(plans) > 1 else ""
-            results.append(_simulated(each, _progress(status, each, which)))
+            results.append(simulate_fleet(each, _progress(status, each, which)))
     if args.json:
         matches = [result.as_json(args.price) for result in results]
         print_json({"service": _described(args, measured), "price_per_hour": args.price, "results": matches})
     else:
         print(_text(args, results, screen_of(args), measured))
     return 0 if any(result.good for result in results) else 1
-
-
-def _simulated(plan: FleetPlan, progress: Any) -> FleetResult:
-    from shmserve.tools.plan import simulate_fleet
-
-    return simulate_fleet(plan, progress)
 
 
 # ------------------------------------------------------------------------------------------------- the plans
@@ -173,7 +169,6 @@ def _model(args: argparse.Namespace, measured: MeasuredModel | None) -> SimModel
 
 
 def _service(args: argparse.Namespace, measured: MeasuredModel | None) -> Service:
-    service = args.service
     from shmserve.sim.service import Constant, parse
 
     provided = [name for name in ("service", "service_ms", "source") if getattr(args, name)]
@@ -182,7 +177,7 @@ def _service(args: argparse.Namespace, measured: MeasuredModel | None) -> Servic
         raise Misuse(f"{names} exclude each other")
     if measured is not None:
         return measured.service
-    return parse(service) if service else Constant(round((args.service_ms or SERVICE_MS) * MS))
+    return parse(args.service) if args.service else Constant(round((args.service_ms or SERVICE_MS) * MS))
 
 
 def _capacity(model: SimModel) -> float:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -179,7 +180,6 @@ def _openers(args: argparse.Namespace) -> dict[str, Callable[[], Source]]:
     """Displayed name -> function that makes the source. A source connects when it is read, so a server that is down
     raises no error here."""
     from shmserve.tools.top.http_source import HttpSource
-    from shmserve.tools.top.sources import ServerSource
 
     metrics = iter(args.metrics_url)
     results: dict[str, Callable[[], Source]] = {}
@@ -195,12 +195,16 @@ def _openers(args: argparse.Namespace) -> dict[str, Callable[[], Source]]:
     for server, url in urls.items():
         name = server.removeprefix("http://")
         if url in over_http:
-            where = next(metrics, "")
-            results[name] = lambda url=url, where=where: HttpSource(url, where, token)  # type: ignore[misc]
+            results[name] = partial(HttpSource, url, next(metrics, ""), token)
         else:
-            own = argparse.Namespace(**vars(args) | {"url": url, "runtime_dir": None})
-            results[name] = lambda own=own: ServerSource(make_client(own))  # type: ignore[misc]
+            results[name] = partial(_server_source, argparse.Namespace(**vars(args) | {"url": url}))
     return results
+
+
+def _server_source(args: argparse.Namespace) -> Source:
+    from shmserve.tools.top.sources import ServerSource
+
+    return ServerSource(make_client(args))
 
 
 def _top_of_many(args: argparse.Namespace, live: bool) -> int:

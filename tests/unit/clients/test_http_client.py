@@ -1,4 +1,4 @@
-"""Streams over HTTP, from a server whose events are errors or those of another protocol."""
+"""The client over HTTP, and the command that chats: events that are errors, and the names of models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 
+from shmserve.clients.cli.commands import completion
 from shmserve.clients.cli.commands.chat import ChatEndpoint
+from shmserve.clients.cli.parser import parser
 from shmserve.clients.http_client import HttpClient
 from shmserve.errors import Internal, ModelFailed, ServeError
 from tests.support.cases import cases
@@ -16,10 +18,11 @@ from tests.support.http_endpoint import Endpoint
 
 
 class Echo(Endpoint):
-    """Answers a POST with its field `event` as an event, and a GET with the metadata of a model."""
+    """Answers a POST with its field `event` as an event, and a GET with models or the metadata of one."""
 
     def handle(self, request: BaseHTTPRequestHandler) -> None:
-        text = json.dumps({"outputs": [{"name": "y", "datatype": "FP32"}]})
+        metadata = {"outputs": [{"name": "y", "datatype": "FP32"}]}
+        text = json.dumps([{"name": "m"}] if request.path == "/shmserve/models" else metadata)
         if request.command == "POST":
             body = json.loads(request.rfile.read(int(request.headers["Content-Length"])))
             text = f"data: {body['event'][0]}\n\n"
@@ -53,3 +56,7 @@ def test_events_of_a_chat(event: str, kind: type[ServeError], text: str, url: st
 def test_events_of_a_model(event: str, kind: type[ServeError], url: str) -> None:
     with HttpClient(url) as client, client.stream("m", {"event": [event.encode()]}) as parts, pytest.raises(kind):
         list(parts)
+
+
+def test_models_of_a_chat_are_completed(url: str) -> None:
+    assert completion.models(parser().parse_args(["chat", "x", "--url", url])) == ["m"]
