@@ -230,7 +230,7 @@ class RemoteCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Against eviction by other servers."""
+        """Keeps other servers from evicting files within the block."""
         lock = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -253,7 +253,7 @@ class RemoteCache:
         return "" if name == ABSENT else name
 
     def published(self, repository: str) -> list[str]:
-        """The models of the view, those that are absent too."""
+        """The models of the view, also those that are absent."""
         return sorted(os.listdir(self._slot / "views" / repository))
 
     def publish(self, repository: str, manifest: Manifest) -> str:
@@ -292,7 +292,7 @@ class RemoteCache:
         os.replace(link, view / model)
 
     def hide(self, repository: str, model: str) -> None:
-        """The repository does not have the model any more."""
+        """Removes the model, which the repository no longer has."""
         (self._slot / "views" / repository / model).unlink(missing_ok=True)
         self._manifest_path(repository, model).unlink(missing_ok=True)
 
@@ -317,11 +317,9 @@ class RemoteCache:
 
     def known(self, repository: str) -> list[str]:
         """The models that were published once and are complete in the cache."""
-        with suppress(FileNotFoundError):
-            names = [path.stem for path in (self._root / "manifests" / repository).glob("*.json")]
-            manifests = [(name, self.manifest(repository, name)) for name in sorted(names)]
-            return [name for name, manifest in manifests if manifest is not None and self.is_complete(manifest)]
-        return []
+        names = sorted(path.stem for path in (self._root / "manifests" / repository).glob("*.json"))
+        manifests = [(name, self.manifest(repository, name)) for name in names]
+        return [name for name, manifest in manifests if manifest is not None and self.is_complete(manifest)]
 
     def is_complete(self, manifest: Manifest) -> bool:
         return all(self.has(file.sha256, file.size) for file in manifest.files.values())

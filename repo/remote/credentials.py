@@ -43,7 +43,7 @@ FILE = "TRITON_CLOUD_CREDENTIAL_PATH"
 _SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|KEY|CREDENTIAL|CONNECTION_STRING|SAS|_PROXY", re.IGNORECASE)
 _QUERY = re.compile(r"\?[^\s'\"<>)]*")
 _PARTS = re.compile(r"(?:AccountKey|SharedAccessSignature)=([^;]+)")
-"""Of a connection string."""
+"""The secrets in a connection string."""
 _USER = re.compile(r"://[^\s/@'\"]+@")
 _MIN_SECRET_LENGTH = 6
 """Shorter values are not removed from texts: they would be found in ordinary words."""
@@ -63,7 +63,7 @@ class Redactor:
             self._secrets |= {part for part in parts if len(part) >= _MIN_SECRET_LENGTH}
 
     def __call__(self, text: str) -> str:
-        """On one line, of limited length."""
+        """The text without secrets, in one line of limited length."""
         for secret in sorted(self._secrets, key=len, reverse=True):
             text = text.replace(secret, "***")
         text = _USER.sub("://***@", _QUERY.sub("?***", text))
@@ -75,8 +75,7 @@ def client_options(address: RemoteAddress, redact: Redactor) -> dict[str, Any]:
     """Options of the fsspec file system that contain credentials. Empty: its library finds them. Raises
     InvalidRequest.
     """
-    section = "http" if address.scheme == "https" else address.scheme
-    entry = _of_file(section, str(address))
+    entry = _of_file(address.extra, str(address))
     if address.scheme == "s3":
         return _s3(entry, redact)
     if address.scheme == "gs":
@@ -129,10 +128,8 @@ def _azure(address: RemoteAddress, entry: Any, redact: Redactor) -> dict[str, An
     options: dict[str, Any] = {"account_name": settings.get("account_str") or address.path.partition("/")[0]}
     if key:
         options["account_key"] = key
-    elif not any(name.startswith("AZURE_") for name in os.environ):
-        options["anon"] = True
     else:
-        options["anon"] = False
+        options["anon"] = not any(name.startswith("AZURE_") for name in os.environ)
     return options
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from shmserve.repo.remote.cache import RemoteCache
 from shmserve.repo.remote.stores import Changed, Missing, NoRanges, RemoteFile, Store, StoreError
@@ -28,11 +29,13 @@ PAUSE_S = 0.25
 """Pause before the second attempt. It doubles with each further one."""
 _BLOCK = 1 << 20
 _NAMES = {"sha256": "SHA-256", "md5": "MD5", "git": "git hash"}
+T = TypeVar("T")
 
 
 class Download:
-    """`want(sha256)` protects a blob from eviction. `advance(bytes)` is called for each piece. `wait(seconds)`:
-    pauses."""
+    """`want(sha256)` protects a blob from eviction. `advance(bytes)` is called for each piece. `wait(seconds)` pauses.
+    `pause_s`: before the second attempt.
+    """
 
     def __init__(
         self,
@@ -41,8 +44,8 @@ class Download:
         want: Callable[[str], None],
         advance: Callable[[int], None],
         wait: Callable[[float], object],
-        piece_bytes: int = PIECE_BYTES,
-        pause_s: float = PAUSE_S,
+        piece_bytes: int,
+        pause_s: float,
     ) -> None:
         self._cache = cache
         self._pieces = pieces
@@ -114,17 +117,18 @@ class Download:
     def _whole(self, store: Store, file: RemoteFile, partial: Path, arrive: Callable[[int], None]) -> None:
         self._trying(lambda: self._stream(store, file, partial, arrive))
 
-    def _stream(self, store: Store, file: RemoteFile, partial: Path, arrive: Callable[[int], None]) -> bytes:
+    def _stream(self, store: Store, file: RemoteFile, partial: Path, arrive: Callable[[int], None]) -> None:
         """`arrive(size)` is called before the file grows to that size."""
         written = 0
 
         def write(data: bytes) -> None:
             nonlocal written
-            arrive(written + len(data))
-            target.write(data)
-            written += len(data)
-            if 0 <= file.size < written:
+            size = written + len(data)
+            if 0 <= file.size < size:
                 raise Changed(f"{file.path} is longer than its {file.size} bytes")
+            arrive(size)
+            target.write(data)
+            written = size
             self._advance(len(data))
 
         try:
@@ -136,20 +140,20 @@ class Download:
         if 0 <= file.size != written:
             self._advance(-written)
             raise StoreError(f"{file.path}: the connection ended after {written} of {file.size} bytes")
-        return b""
 
-    def _trying(self, work: Callable[[], bytes]) -> bytes:
+    def _trying(self, work: Callable[[], T]) -> T:
         """Tries again after errors that may pass."""
-        for attempt in range(ATTEMPTS):
+        failed = 0
+        while True:
             try:
                 return work()
             except (Changed, Missing, NoRanges):
                 raise
             except StoreError as error:
-                if error.final or attempt == ATTEMPTS - 1:
+                failed += 1
+                if error.final or failed == ATTEMPTS:
                     raise
-            self._wait(self._pause_s * 2**attempt)
-        raise AssertionError("unreachable")
+            self._wait(self._pause_s * 2 ** (failed - 1))
 
 
 class _Unannounced:

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from shmserve.repo.remote.address import parse_address
 from shmserve.repo.remote.cache import RemoteCache
 from shmserve.repo.remote.credentials import Redactor
 from shmserve.repo.remote.download import PAUSE_S, PIECE_BYTES
-from shmserve.repo.remote.mirror import Mirror, MirrorOutcome, Workshop
+from shmserve.repo.remote.mirror import Mirror, MirrorOutcome, MirrorResources
 from shmserve.repo.remote.stores import StoreError
 
 MODELS = 4
@@ -64,12 +65,12 @@ class Mirrors:
         self._emit = emit
         self._ended = threading.Event()
         self._listed_at = -LIST_S
-        self._troubles: dict[tuple[str, str], str] = {}
+        self._problems: dict[tuple[str, str], str] = {}
         """(repository, model) -> the problem that was logged last."""
         self._redact = Redactor()
         cache = RemoteCache(Path(settings.slot), settings.limit)
         _remove_old(Path(settings.slot) / "partial")
-        shop = Workshop(
+        resources = MirrorResources(
             cache,
             self._redact,
             ThreadPoolExecutor(CONNECTIONS, "file"),
@@ -80,7 +81,7 @@ class Mirrors:
             settings.pause_s,
         )
         self._cache = cache
-        self._mirrors = [Mirror(parse_address(text), shop) for text in settings.repositories]
+        self._mirrors = [Mirror(parse_address(text), resources) for text in settings.repositories]
         self._models = ThreadPoolExecutor(MODELS, "model")
         self._requests = ThreadPoolExecutor(64, "request")
 
@@ -93,17 +94,17 @@ class Mirrors:
         work: Callable[[], None]
         match request["do"]:
             case "fetch_all":
-                work = lambda: self._fetch_all(request["id"])  # noqa: E731
+                work = partial(self._fetch_all, request["id"])
             case "fetch":
-                work = lambda: self._fetch(request["id"], request["model"])  # noqa: E731
+                work = partial(self._fetch, request["id"], request["model"])
             case "poll":
                 work = self._poll
             case "list":
                 work = self._list
             case "release":
-                work = lambda: self._release(request["model"])  # noqa: E731
+                work = partial(self._release, request["model"])
             case "drop":
-                work = lambda: self._drop(request["trees"])  # noqa: E731
+                work = partial(self._drop, request["trees"])
             case other:
                 raise ValueError(other)
         self._requests.submit(work).add_done_callback(self._check)
@@ -140,17 +141,17 @@ class Mirrors:
             known = self._cache.known(mirror.key)
             text = f"model repository {mirror.address} cannot be read: {error}"
             if known:
-                self._trouble(mirror, "", f"{text}; serving its {len(known)} model(s) from the cache")
+                self._report_problem(mirror, "", f"{text}; serving its {len(known)} model(s) from the cache")
                 for name in known:
-                    self._tell(mirror, mirror.offline(name, str(error)))
+                    self._report(mirror, mirror.offline(name, str(error)))
             else:
-                self._trouble(mirror, "", text)
+                self._report_problem(mirror, "", text)
                 self._emit({"event": "unreadable", "repository": mirror.key})
                 if not self._settings.poll_s:
                     self._requests.submit(self._again, mirror).add_done_callback(self._check)
             return
         for future in [self._models.submit(mirror.sync, name) for name in names]:
-            self._tell(mirror, future.result())
+            self._report(mirror, future.result())
         self._hide_others(mirror, names)
         self._readable(mirror)
 
@@ -159,21 +160,21 @@ class Mirrors:
             self._whole(mirror)
 
     def _readable(self, mirror: Mirror) -> None:
-        if self._troubles.pop((mirror.key, ""), None):
+        if self._problems.pop((mirror.key, ""), None):
             self._log("info", f"model repository {mirror.address} can be read again", "")
         self._emit({"event": "readable", "repository": mirror.key})
 
     def _update(self, mirror: Mirror, settle_s: float) -> bool:
-        """Follows changes of a repository. Whether it is being changed now."""
+        """Follows changes of a repository. Returns whether it is being changed now."""
         try:
             names = mirror.models()
         except StoreError as error:
             text = f"model repository {mirror.address} cannot be read: {error}; its models are served unchanged"
-            self._trouble(mirror, "", text)
+            self._report_problem(mirror, "", text)
             return False
         outcomes = [future.result() for future in [self._models.submit(mirror.sync, name, settle_s) for name in names]]
         for outcome in outcomes:
-            self._tell(mirror, outcome)
+            self._report(mirror, outcome)
         self._hide_others(mirror, names)
         unsettled = any(outcome.state == "unsettled" for outcome in outcomes)
         if not unsettled:
@@ -182,14 +183,14 @@ class Mirrors:
 
     def _hide_others(self, mirror: Mirror, names: Sequence[str]) -> None:
         for name in set(self._cache.published(mirror.key)).difference(names):
-            self._tell(mirror, mirror.hide(name))
+            self._report(mirror, mirror.hide(name))
 
     def _fetch(self, number: int, model: str) -> None:
         futures = [(mirror, self._models.submit(mirror.sync, model)) for mirror in self._mirrors]
         failed, notes = [], []
         for mirror, future in futures:
             outcome = future.result()
-            self._tell(mirror, outcome)
+            self._report(mirror, outcome)
             text = f"model repository {mirror.address}: {outcome.text}"
             if outcome.state == "failed":
                 failed.append(text)
@@ -205,9 +206,9 @@ class Mirrors:
             for mirror in self._mirrors:
                 try:
                     mirror.announce()
-                    self._troubles.pop((mirror.key, ""), None)
+                    self._problems.pop((mirror.key, ""), None)
                 except StoreError as error:
-                    self._trouble(mirror, "", f"model repository {mirror.address} cannot be read: {error}")
+                    self._report_problem(mirror, "", f"model repository {mirror.address} cannot be read: {error}")
         self._emit({"event": "listed"})
 
     def _drop(self, trees: Sequence[str]) -> None:
@@ -222,22 +223,22 @@ class Mirrors:
 
     # ------------------------------------------------------------------------------------ events
 
-    def _tell(self, mirror: Mirror, outcome: MirrorOutcome) -> None:
+    def _report(self, mirror: Mirror, outcome: MirrorOutcome) -> None:
         is_new = True
         if outcome.state in ("kept", "offline", "failed"):
-            is_new = self._trouble(mirror, outcome.model, _problem(mirror, outcome))
+            is_new = self._report_problem(mirror, outcome.model, _problem(mirror, outcome))
         else:
-            self._troubles.pop((mirror.key, outcome.model), None)
+            self._problems.pop((mirror.key, outcome.model), None)
         event = {"event": "outcome", "repository": mirror.key, **outcome._asdict(), "is_new": is_new}
         if outcome.state == "failed":
             event["text"] = f"model repository {mirror.address}: {outcome.text}"
         self._emit(event)
 
-    def _trouble(self, mirror: Mirror, model: str, text: str) -> bool:
-        """Logs a problem, unless it is the same as before. Whether it is another one."""
-        is_new = self._troubles.get((mirror.key, model)) != text
+    def _report_problem(self, mirror: Mirror, model: str, text: str) -> bool:
+        """Logs a problem, unless it is the same as before. Returns whether it is another one."""
+        is_new = self._problems.get((mirror.key, model)) != text
         if is_new:
-            self._troubles[mirror.key, model] = text
+            self._problems[mirror.key, model] = text
             self._log("error", text, model)
         return is_new
 

@@ -39,7 +39,7 @@ class MirrorOutcome(NamedTuple):
     old: str = ""
 
 
-class Workshop(NamedTuple):
+class MirrorResources(NamedTuple):
     """What the mirrors of all repositories share. `wait(seconds)` pauses."""
 
     cache: RemoteCache
@@ -55,11 +55,13 @@ class Workshop(NamedTuple):
 class Mirror:
     """One repository. Used by several threads."""
 
-    def __init__(self, address: RemoteAddress, shop: Workshop, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, address: RemoteAddress, resources: MirrorResources, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.address = address
         self.key = address.key
-        self._shop = shop
-        self._cache = shop.cache
+        self._resources = resources
+        self._cache = resources.cache
         self._clock = clock
         self._guard = threading.Lock()
         self._locks: dict[str, threading.Lock] = {}
@@ -87,7 +89,7 @@ class Mirror:
         with self._guard:
             if self._store is None:
                 try:
-                    self._store = open_store(self.address, self._shop.redact)
+                    self._store = open_store(self.address, self._resources.redact)
                 except InvalidRequest as error:
                     raise StoreError(error.message, final=True) from error
             return self._store
@@ -112,12 +114,12 @@ class Mirror:
                 return self._fallback(model, f"the cache cannot be written: {error.strerror or type(error).__name__}")
 
     def hide(self, model: str) -> MirrorOutcome:
-        """The repository does not have the model any more."""
+        """Removes a model that the repository no longer has."""
         with self._lock_of(model):
             return self._gone(model)
 
     def release(self, model: str) -> MirrorOutcome:
-        """The model is not needed now: its files may be evicted."""
+        """Lets the files of a model that is not needed now be evicted."""
         with self._lock_of(model):
             old = self._cache.current(self.key, model)
             if old:
@@ -203,18 +205,18 @@ class Mirror:
         sizes = {file.path: file.size for file in files}
         kept = {path: sha256 for path, sha256 in known.items() if sha256 and self._cache.has(sha256, sizes[path])}
         missing = [file for file in files if file.path not in kept]
-        progress = DownloadProgress(self._shop.emit, self.key, model, sum(max(file.size, 0) for file in missing))
+        progress = DownloadProgress(self._resources.emit, self.key, model, sum(max(file.size, 0) for file in missing))
         download = Download(
             self._cache,
-            self._shop.pieces,
+            self._resources.pieces,
             want,
             progress.advance,
-            self._shop.wait,
-            self._shop.piece_bytes,
-            self._shop.pause_s,
+            self._resources.wait,
+            self._resources.piece_bytes,
+            self._resources.pause_s,
         )
         futures = {
-            file.path: self._shop.files.submit(download.fetch, store, self.key, file)
+            file.path: self._resources.files.submit(download.fetch, store, self.key, file)
             for file in sorted(missing, key=lambda file: -file.size)
         }
         errors = [error for future in futures.values() if (error := future.exception()) is not None]
@@ -246,7 +248,7 @@ class Mirror:
 
 
 class DownloadProgress:
-    """Reports how much of a model has been downloaded: now and then, and each 50th of it."""
+    """Reports how much of a model has been downloaded: after each 50th of it, or EVERY_S."""
 
     EVERY_S = 0.25
     STEPS = 50

@@ -45,10 +45,10 @@ class PullPlan(NamedTuple):
 
 
 class Pull:
-    """`name`: of the model; "": that of the file or directory. `max_bytes`: of the model; 0: no limit. Raises
-    InvalidRequest, NotFound or Unavailable."""
+    """`name` of the model; "": that of the file or directory. `max_bytes` is the limit of its size; 0: no limit.
+    Raises InvalidRequest, NotFound or Unavailable."""
 
-    def __init__(self, url: str, repository: Path, name: str = "", max_bytes: int = 0) -> None:
+    def __init__(self, url: str, repository: Path, name: str, max_bytes: int) -> None:
         self._address = parse_address(url)
         self._repository = repository
         self._max_bytes = max_bytes or _NO_LIMIT
@@ -68,7 +68,7 @@ class Pull:
         if self.folder.exists():
             raise InvalidRequest(f"{self.folder} exists; remove it, or choose another --name")
 
-    def run(self, advance: Callable[[int], None], piece_bytes: int = PIECE_BYTES, pause_s: float = PAUSE_S) -> None:
+    def run(self, advance: Callable[[int], None]) -> None:
         """`advance(bytes)` is called for what has arrived, first for what an earlier pull has downloaded, by several
         threads. Raises Unavailable, and OSError if the repository cannot be written."""
         root = self._repository / ".pull" / self._address.key
@@ -76,7 +76,7 @@ class Pull:
         try:
             if slot.folder.name != "0":
                 raise Unavailable(f"{self._address} is being pulled by another process")
-            self._fetch(slot, advance, piece_bytes, pause_s)
+            self._fetch(slot, advance)
             shutil.rmtree(root)
         except (StoreError, CacheFull) as error:
             raise Unavailable(f"{self._address}: {error}; the same command resumes the download") from error
@@ -85,9 +85,9 @@ class Pull:
         with suppress(OSError):  # of another pull
             root.parent.rmdir()
 
-    def _fetch(self, slot: CacheSlot, advance: Callable[[int], None], piece_bytes: int, pause_s: float) -> None:
+    def _fetch(self, slot: CacheSlot, advance: Callable[[int], None]) -> None:
         cache, pieces = RemoteCache(slot.folder, self._max_bytes), ThreadPoolExecutor(CONNECTIONS, "piece")
-        download = Download(cache, pieces, lambda _: None, advance, threading.Event().wait, piece_bytes, pause_s)
+        download = Download(cache, pieces, lambda _: None, advance, threading.Event().wait, PIECE_BYTES, PAUSE_S)
         tree = slot.folder / "trees" / "new"
         try:
             for path, file in self.plan.files.items():
@@ -105,7 +105,7 @@ def _planned(address: RemoteAddress, name: str) -> tuple[Store, PullPlan]:
     parent, _, last = address.path.rpartition("/")
     if address.scheme == "hf" and PurePosixPath(last).suffix not in _ONE_FILE:
         hub = open_store(address, Redactor())
-        if isinstance(hub, HubStore) and (network := hub.network()):
+        if isinstance(hub, HubStore) and (network := hub.network):
             return hub, PullPlan(name or network, {file.path: file for file in hub.files(network)})
     store = open_store(address._replace(path=parent), Redactor())
     return store, _plan(store, address, last, name)

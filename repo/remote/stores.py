@@ -9,6 +9,7 @@ import base64
 import binascii
 import re
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -126,15 +127,15 @@ class Store:
         return data
 
     def stream(self, file: RemoteFile, write: Callable[[bytes], None]) -> None:
-        """The whole object, from a store without ranges."""
-        raise NotImplementedError
+        """Passes the whole object to `write`. Called if the store cannot read parts, or does not know the size."""
+        write(self.read(file, 0, file.size))
 
     def same_content(self, one: RemoteFile, other: RemoteFile) -> bool:
         """Whether two objects are known to have the same content."""
         return one.size == other.size and bool(one.digests) and one.digests == other.digests
 
     def digests(self, file: RemoteFile) -> Mapping[str, str]:
-        """Those to verify its content with, once it has been read."""
+        """The digests with which its content is verified, once it has been read."""
         return file.digests
 
     # ------------------------------------------------------------------------------------ what differs
@@ -150,8 +151,7 @@ class Store:
             "hf": ("huggingface_hub", "HfFileSystem"),
         }[self.address.scheme]
         listings = {"use_listings_cache": False} if self.address.scheme != "hf" else {}
-        kind = getattr(import_module(module), name)
-        return self._call(lambda: kind(skip_instance_cache=True, **(listings | self._options)))
+        return getattr(import_module(module), name)(skip_instance_cache=True, **(listings | self._options))
 
     def _list(self) -> Any:
         self._fs.invalidate_cache()
@@ -256,25 +256,22 @@ class HubStore(Store):
     """A store of Hugging Face. A directory with a network is a repository of one model, which vLLM runs: its files are
     those of version 1."""
 
-    _network: str | None = None
-
+    @cached_property
     def network(self) -> str:
         """The name of that model; "": the directory is like those of other stores, or is an owner of repositories."""
-        if self._network is None:
-            owner, _, name = self.address.path.rpartition("/")
-            entries = self._call(self._list) if owner else ()
-            files = {_last(entry["name"]) for entry in entries if entry["type"] == "file"}
-            has_network = NETWORK in files and any(file.endswith(_WEIGHTS) for file in files)
-            self._network = name.partition("@")[0] if has_network else ""
-        return self._network
+        owner, _, name = self.address.path.rpartition("/")
+        entries = self._call(self._list) if owner else ()
+        files = {_last(entry["name"]) for entry in entries if entry["type"] == "file"}
+        has_network = NETWORK in files and any(file.endswith(_WEIGHTS) for file in files)
+        return name.partition("@")[0] if has_network else ""
 
     def models(self) -> list[str]:
-        return [self.network()] if self.network() else super().models()
+        return [self.network] if self.network else super().models()
 
     def files(self, model: str) -> list[RemoteFile]:
-        if not self.network():
+        if not self.network:
             return super().files(model)
-        if model != self.network():
+        if model != self.network:
             raise Missing(f"the repository has no model '{model}'")
         root = self._root()
         files = [self._file(root, entry["name"], entry) for entry in self._call(self._list) if entry["type"] == "file"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -45,7 +46,7 @@ def test_an_error_ends_the_other_pieces(tmp_path: Path) -> None:
     slot = CacheSlot.acquire(tmp_path, ["key"])
     pieces = Pieces(3)
     download = Download(
-        RemoteCache(slot.folder, 1 << 20), pieces, lambda sha256: None, lambda size: None, lambda seconds: None, 1000
+        RemoteCache(slot.folder, 1 << 20), pieces, lambda _: None, lambda _: None, lambda _: None, 1000, 0.0
     )
     with ThreadPoolExecutor(1) as pool:
         fetch = pool.submit(download.fetch, Zeros(), "key", RemoteFile("1/model", "key", 4000, "tag"))
@@ -84,11 +85,12 @@ class Sends(Store):
 )
 def test_an_object_of_another_size_is_not_kept(tmp_path: Path, content: bytes, error: str) -> None:
     slot = CacheSlot.acquire(tmp_path, ["key"])
-    cache = RemoteCache(slot.folder, 1 << 20)
+    cache, advances = RemoteCache(slot.folder, 1 << 20), [0]
     with ThreadPoolExecutor(1) as pool:
-        download = Download(cache, pool, lambda sha256: None, lambda size: None, lambda seconds: None, 1000)
+        download = Download(cache, pool, lambda _: None, advances.append, lambda _: None, 1000, 0.0)
         with pytest.raises(StoreError, match=error):
             download.fetch(Sends(content), "key", RemoteFile("1/model", "key", 4, "tag"))
+        assert (min(accumulate(advances)), sum(advances)) == (0, 0)
         found = download.fetch(Sends(b"abcd"), "key", RemoteFile("1/model", "key", 4, "tag"))
         assert found == hashlib.sha256(b"abcd").hexdigest()
     slot.close()

@@ -14,7 +14,7 @@ from shmserve.repo.remote import mirror as mirror_module
 from shmserve.repo.remote.address import parse_address
 from shmserve.repo.remote.cache import CacheSlot, RemoteCache
 from shmserve.repo.remote.credentials import Redactor
-from shmserve.repo.remote.mirror import Mirror, Workshop
+from shmserve.repo.remote.mirror import Mirror, MirrorResources
 from shmserve.repo.remote.stores import Missing, RemoteFile, Store
 
 ADDRESS = parse_address("s3://bucket/models")
@@ -52,8 +52,10 @@ class Mirrored:
         self.slot = CacheSlot.acquire(place, [ADDRESS.key])
         self.cache = RemoteCache(self.slot.folder, limit)
         self.pools = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        shop = Workshop(self.cache, Redactor(), *self.pools, lambda event: None, lambda seconds: None, 1 << 20, 0.0)
-        self.mirror = Mirror(ADDRESS, shop, lambda: self.now)
+        resources = MirrorResources(
+            self.cache, Redactor(), *self.pools, lambda event: None, lambda seconds: None, 1 << 20, 0.0
+        )
+        self.mirror = Mirror(ADDRESS, resources, lambda: self.now)
 
     def close(self) -> None:
         self.slot.close()
