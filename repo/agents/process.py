@@ -12,10 +12,10 @@ from contextlib import suppress
 from threading import RLock
 
 LINES = 200
-"""Most lines of output that are passed on."""
+"""Maximum number of lines of output that are passed on."""
 LINE_BYTES = 4096
 PIPE_BYTES = 1 << 16
-"""As much as a pipe holds: one read empties it."""
+"""The capacity of a pipe: one read empties it."""
 
 
 class AgentProcess:
@@ -30,7 +30,9 @@ class AgentProcess:
         )
 
     def run(self, limit_s: float | None) -> int | None:
-        """Waits for its end. Returns the exit code, negative for a signal; None: it was killed after `limit_s`."""
+        """Waits for the end of the process. Returns the exit code, negative for a signal; None: it was killed after
+        `limit_s`.
+        """
         process = self._process
         assert process.stderr is not None
         deadline = None if limit_s is None else time.monotonic() + limit_s

@@ -40,7 +40,8 @@ class Signature(Agent):
         expected = _expected(manifest)
         present = set(_files(model.folder))
         if unsigned := sorted(present - set(expected)):
-            raise Refused(f"{len(unsigned)} file(s) are not in {MANIFEST}, such as '{unsigned[0]}'")
+            others = f", and neither are {len(unsigned) - 1} others" if len(unsigned) > 1 else ""
+            raise Refused(f"'{unsigned[0]}' is not in {MANIFEST}{others}")
         for name, digest in expected.items():
             if digest_of(model.folder, name, "sha256") != digest:
                 raise Refused(f"'{name}' differs from what was signed")

@@ -66,7 +66,7 @@ COMPLETING = frozenset(
 )
 """Backends that can read inputs and outputs from the model file."""
 _Entry = TypeVar("_Entry", ModelInput, ModelOutput)
-_OURS = frozenset({"", "identity", *(engine.backend for engine in ENGINES)})
+_BUILT_IN = frozenset({"", "identity", *(engine.backend for engine in ENGINES)})
 
 _NAME_IN_GROUP = 112
 """Length to which a model's name is cut in the names of its groups, so that instance names stay within the limit."""
@@ -87,10 +87,10 @@ def is_ensemble(config: ModelConfig) -> bool:
 
 
 def can_complete(config: ModelConfig) -> bool:
-    """Whether the backend may be able to complete inputs and outputs. Backends of others may."""
+    """Whether the backend may be able to complete inputs and outputs. A custom backend may."""
     if config.backend == "pytorch":
         return config.default_model_filename.endswith(".pt2")
-    return config.backend in COMPLETING or config.backend not in _OURS
+    return config.backend in COMPLETING or config.backend not in _BUILT_IN
 
 
 def needs_completion(config: ModelConfig) -> bool:

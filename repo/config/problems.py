@@ -15,11 +15,11 @@ from shmserve.repo.config.outline import escaped
 CONFIG_BYTES = 1024 * 1024
 """Maximum size of a config.pbtxt."""
 LIMIT = 50
-"""Most problems listed per file; the rest are only counted."""
+"""Maximum number of problems listed per file; the others are only counted."""
 
-_LONGEST_NAME = 100
-_LONGEST_PATH = 200
-_LONGEST_TEXT = 1000
+_MAX_NAME_LENGTH = 100
+_MAX_PATH_LENGTH = 200
+_MAX_TEXT_LENGTH = 1000
 
 Place = tuple[int, int]
 """Line and column, starting at 1; (0, 0) if unknown."""
@@ -86,7 +86,7 @@ class Report:
 
     def _at(self, path: str, text: str, place: Place | None = None) -> Problem:
         line, column = place or place_of(path, self.places)
-        return Problem(self.file, line, column, escaped(path, _LONGEST_PATH), escaped(text, _LONGEST_TEXT))
+        return Problem(self.file, line, column, escaped(path, _MAX_PATH_LENGTH), escaped(text, _MAX_TEXT_LENGTH))
 
     def raise_problems(self) -> None:
         if self._problems:
@@ -105,7 +105,7 @@ def place_of(path: str, places: Mapping[str, Place]) -> Place:
 
 def nearest(value: str, valid: Iterable[str]) -> str | None:
     """The closest valid name, or None."""
-    if len(value) > _LONGEST_NAME:
+    if len(value) > _MAX_NAME_LENGTH:
         return None
     by_lower = {name.lower(): name for name in valid}
     lower = value.lower()

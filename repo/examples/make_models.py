@@ -1,5 +1,4 @@
-"""Creates the ONNX files of the samples and the word list of `sentiment_tokenizer`. Needs `onnx`.
-The files are committed.
+"""Creates the ONNX files of the samples and the word list of `sentiment_tokenizer`, which are committed. Needs `onnx`.
 
 Invariant: the output is identical on every machine and with every version of the libraries. Weights come from a
 generator whose stream is frozen, and every value that a library could choose is set here.
@@ -22,8 +21,6 @@ IR_VERSION = 8
 FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
 
 Shapes = dict[str, list[Any]]
-
-
 Data = dict[str, NDArray[Any]]
 
 NEGATIONS = "not no never nothing without hardly don't doesn't didn't isn't wasn't can't won't"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 FIELDS = 500_000
-"""Most fields visited per file; a file with more is not checked."""
+"""Maximum number of fields visited per file; a file with more is not checked."""
 MESSAGE_BYTES = 1 << 20
 """Maximum size of a tensor description."""
 

@@ -49,7 +49,8 @@ _MISSING = (404, 410)
 _FINAL = (401, 403)
 _NO_SUCH_RANGE = 416
 _CHARSETS = ("iso-8859-1", "iso-8859-15", "utf-8", "windows-1252")
-"""Of listings. Python has decoders that fail or take for ever with what a server sends, such as that of punycode."""
+"""The encodings of listings. Python has decoders that fail or take for ever with what a server sends, such as punycode.
+"""
 _LINK = re.compile(r"""<a\s(?:[^<>]*?\s)?href\s*=\s*["']([^"'<>]+)["']""", re.IGNORECASE)
 
 
@@ -159,9 +160,8 @@ class HttpStore(Store):
             if answer.status == _NO_SUCH_RANGE:
                 raise Changed(f"{file.path} changed")
             _same(file, answer.headers)
-            if answer.status != 206:
-                if start or end != file.size:
-                    raise NoRanges("the web server does not send parts of files")
+            if answer.status != 206 and (start or end != file.size):
+                raise NoRanges("the web server does not send parts of files")
             data = await _limited(answer, end - start)
         if len(data) != end - start:
             raise Changed(f"{file.path}: {len(data)} bytes instead of {end - start}")

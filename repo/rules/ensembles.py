@@ -391,7 +391,7 @@ def _ordered(needs: Mapping[int, set[int]]) -> tuple[list[int], list[list[int]]]
 
 
 def _take_free(remaining: dict[int, set[int]]) -> list[int]:
-    """Repeatedly remove the steps that need no remaining step; returns them in that order."""
+    """Repeatedly removes the steps that need no remaining step, and returns them in that order."""
     users: dict[int, list[int]] = {}
     for index, needed in remaining.items():
         for other in needed:

@@ -14,7 +14,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.repo.rules.values import Check, as_it_is, choice, flag, text_of, whole
 
 ONNX_ON_GPU = ("tensorrt", "cuda")
-"""In the order in which they may claim an operator."""
+"""The accelerators on a GPU, in the order in which they may claim an operator."""
 ONNX_ON_CPU = ("openvino", "xnnpack", "dnnl")
 MAX_THREADS = 1024
 EXTEND = {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"}
@@ -86,7 +86,6 @@ TENSORRT_OPTIONS: dict[str, Check] = {
 }
 _ADDRESSES = ("user_compute_stream", "gpu_external_", "bytestream")
 """Parts of names of options that are pointers."""
-
 
 SHRINKAGE = "memory.enable_memory_arena_shrinkage"
 ENTRIES = ("session.", "optimization.", "ep.", "mlas.")

@@ -22,7 +22,7 @@ from shmserve.repo.rules.values import LARGEST, Check, flag, whole
 
 _COUNT = whole(LARGEST)
 _PADDLE_OPTIONS: dict[str, Check] = {"capacity": _COUNT, "cpu_threads": _COUNT, "use_fp16": flag, "use_int8": flag}
-"""Of its accelerator mkldnn."""
+"""The options of its accelerator mkldnn."""
 _PADDLE_PARAMETERS: dict[str, Check] = {
     "capacity": _COUNT,
     "clear_intermediate_tensors": flag,

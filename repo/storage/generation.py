@@ -41,14 +41,14 @@ FILE_BYTES = 1 << 20
 TOTAL_BYTES = 64 << 20
 """Total size of copied files. Larger files, and those beyond the total, are linked."""
 MEMBERS = 4096
-"""Most files and directories mirrored individually; the others, deepest last, are reached by links to the
+"""Maximum number of files and directories mirrored individually; the others, deepest last, are reached by links to the
 repository.
 """
 DESCRIPTORS = 256
-"""Most descriptors per generation."""
+"""Maximum number of descriptors per generation."""
 ALL_DESCRIPTORS = 4096
-"""Most descriptors of all generations, and at most a quarter of the process's limit. Without a descriptor, a link leads
-to the file's path.
+"""Maximum number of descriptors of all generations, which are also at most a quarter of the process's limit. Without a
+descriptor, a link leads to the file's path.
 """
 PINS = "pins.json"
 _COPY_BYTES = 1 << 20

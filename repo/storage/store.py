@@ -369,7 +369,7 @@ def _no_program(path: Path) -> str:
 
 
 def _no_version(name: str, policy: ModelVersionPolicy, numbers: Collection[int]) -> str:
-    """Only `specific` selects none of several versions."""
+    """Why the model has no version. Only the policy `specific` selects none of several versions."""
     there = "there is no version directory, such as 1"
     if numbers:
         selected = ", ".join(map(str, policy.specific.versions)) if policy.specific is not None else ""

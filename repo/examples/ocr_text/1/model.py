@@ -17,7 +17,7 @@ BLANK = 0
 class TritonPythonModel:
     def initialize(self, args):
         parameters = json.loads(args["model_config"])["parameters"]
-        self.least_score = float(parameters["least_score"]["string_value"])
+        self.min_score = float(parameters["min_score"]["string_value"])
         text = (Path(__file__).parent / "characters.txt").read_text(encoding="utf-8")
         self.characters = ["", *text.removesuffix("\n").split("\n"), " "]
 
@@ -28,7 +28,7 @@ class TritonPythonModel:
         steps = pb_utils.get_input_tensor_by_name(request, "STEPS").as_numpy()
         boxes = pb_utils.get_input_tensor_by_name(request, "BOXES").as_numpy()
         texts = [self._read(line) for line in steps]
-        kept = [index for index, (_, score) in enumerate(texts) if score >= self.least_score]
+        kept = [index for index, (_, score) in enumerate(texts) if score >= self.min_score]
         tensors = [
             pb_utils.Tensor("TEXT", np.array([texts[index][0].encode() for index in kept], np.object_)),
             pb_utils.Tensor("SCORE", np.array([texts[index][1] for index in kept], np.float32)),

@@ -89,7 +89,7 @@ def test_only_signed_models_are_accepted(signer: Signer, tmp_path: Path) -> None
     signer.sign()
     agent.load(signer.model)
     (folder / "1" / "extra.py").write_text("import os")
-    assert refusal(agent, signer.model) == "1 file(s) are not in SHA256SUMS, such as '1/extra.py'"
+    assert refusal(agent, signer.model) == "'1/extra.py' is not in SHA256SUMS"
     (folder / "1" / "extra.py").unlink()
     (folder / "1" / "weights").write_bytes(WEIGHTS[:-1] + b"0")
     assert refusal(agent, signer.model) == "'1/weights' differs from what was signed"

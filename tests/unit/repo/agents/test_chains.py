@@ -44,7 +44,9 @@ class Place:
 
     def chains(self, **more: Any) -> AgentChains:
         settings = self.settings._replace(**more)
-        return AgentChains(self.work, settings, lambda line, model: self.printed.append(f"{model}: {line}"))
+        return AgentChains(
+            self.work, settings, lambda line, model: self.printed.append(f"{model}: {line}"), lambda work: work()
+        )
 
     def agents(self, first: str = "", second: str = "") -> ModelRepositoryAgents:
         return self.given(("a", first), ("b", second))

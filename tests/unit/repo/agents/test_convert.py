@@ -37,7 +37,8 @@ class Converter:
         self.cache = root / "cache"
         self.printed: list[str] = []
         self.made: list[PreparedModel | None] = []
-        self.chains = AgentChains(root / "work", AgentSettings(), lambda line, model: self.printed.append(line))
+        settings, printed = AgentSettings(), self.printed
+        self.chains = AgentChains(root / "work", settings, lambda line, _: printed.append(line), lambda work: work())
 
     def convert(self, digest: str, **parameters: str) -> Path:
         given = {"name": "convert", "parameters": {"cache_directory": str(self.cache)} | parameters}

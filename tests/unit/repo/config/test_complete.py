@@ -96,7 +96,7 @@ def test_defaults(text: str, field: str, expected: object) -> None:
     assert attrgetter(field)(complete(parse(text), "m", ("model.onnx",))) == expected
 
 
-NO_ONNX = GpuNumbers.of((0, 1), ("onnxruntime",))
+NO_ONNX = GpuNumbers((0, 1), ("onnxruntime",))
 """Two GPUs that onnxruntime does not support."""
 
 
