@@ -42,9 +42,9 @@ def model_file(kind: str = "rec") -> Path | None:
     return package_file(PACKAGE, f"models/*_{kind}_infer.onnx")
 
 
-def read_characters(model: Path | None = None) -> list[str]:
+def read_characters() -> list[str]:
     """The character of each class of the recogniser, from the metadata of its file; class 0 is the CTC blank."""
-    file = model or model_file()
+    file = model_file()
     if file is None:
         raise FileNotFoundError("the OCR sample is not installed: pip install --no-deps rapidocr-onnxruntime")
     for key, value in metadata(file.read_bytes()):

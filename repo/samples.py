@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -109,25 +110,23 @@ def _extra_files(name: str) -> dict[str, bytes] | None:
     missing."""
     if name in networks.SAMPLES:
         return {"1/model.onnx": networks.SAMPLES[name]()}
-    if name == "chat":
-        file = chat_model_file()
-        return {"1/model.gguf": file.read_bytes()} if file is not None else None
-    if name == "vad":
-        file = vad_model_file()
-        return {"1/model.onnx": vad_model(file.read_bytes())} if file is not None else None
-    if name == "topics_encoder":
-        file = _weights_file()
-        return {"1/model.onnx": minilm.model(file)} if file is not None else None
-    if name == "topics_tokenizer":
-        file = package_file(minilm.PACKAGE, minilm.TOKENIZER)
-        return {"1/tokenizer.json": file.read_bytes()} if file is not None else None
-    kind = {"ocr_det": "det", "ocr_rec": "rec", "scan_direction": "cls"}.get(name)
-    if kind is not None:
-        file = ocr.model_file(kind)
-        return {"1/model.onnx": file.read_bytes()} if file is not None else None
     if name == "ocr_text":
         return {"1/characters.txt": "\n".join(ocr.read_characters()[1:-1]).encode()}
-    return {}
+    tokenizer = partial(package_file, minilm.PACKAGE, minilm.TOKENIZER)
+    sources: dict[str, tuple[str, Callable[[], Path | None], Callable[[Path], bytes]]] = {
+        "chat": ("1/model.gguf", chat_model_file, Path.read_bytes),
+        "ocr_det": ("1/model.onnx", partial(ocr.model_file, "det"), Path.read_bytes),
+        "ocr_rec": ("1/model.onnx", ocr.model_file, Path.read_bytes),
+        "scan_direction": ("1/model.onnx", partial(ocr.model_file, "cls"), Path.read_bytes),
+        "topics_encoder": ("1/model.onnx", _weights_file, minilm.model),
+        "topics_tokenizer": ("1/tokenizer.json", tokenizer, Path.read_bytes),
+        "vad": ("1/model.onnx", vad_model_file, vad_model),
+    }
+    if name not in sources:
+        return {}
+    path, find, content = sources[name]
+    file = find()
+    return {path: content(file)} if file is not None else None
 
 
 def _write(name: str, files: dict[str, bytes], dest: Path) -> None:
@@ -157,7 +156,7 @@ def vad_model_file() -> Path | None:
     return package_file(VAD_PACKAGE, "data/silero_vad.onnx")
 
 
-def vad_model(network: bytes) -> bytes:
+def vad_model(network: Path) -> bytes:
     """Wraps the network of the package so that it can be served as a sequence model.
 
     The batch becomes the first dimension of every tensor. What must be kept between chunks, the recurrent state and the
@@ -174,7 +173,7 @@ def vad_model(network: bytes) -> bytes:
     ]
     state, context = ("batch", 2, 128), ("batch", VAD_CONTEXT)
     return wrapped(
-        network,
+        network.read_bytes(),
         before,
         after,
         {"CHUNK": ("batch", VAD_CHUNK), "STATE": state, "CONTEXT": context},

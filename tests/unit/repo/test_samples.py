@@ -138,12 +138,13 @@ def test_the_engine_reads_the_picture() -> None:
     assert ocr.to_text(answer, characters) == TEXT
 
 
-def test_other_weights_and_networks_are_refused(tmp_path: Path) -> None:
+def test_other_weights_and_networks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(16))
     with pytest.raises(ValueError, match=r"model\.safetensors has SHA-256 374708fff7719dd5979ec875d56cd2286f6d3cf7"):
         minilm.model(file)
+    monkeypatch.setattr(ocr, "model_file", lambda: file)
     for data in (b"\x0f", b"\x12\x05abc", b"\x0b"):
         file.write_bytes(data)
         with pytest.raises(ValueError):
-            ocr.read_characters(file)
+            ocr.read_characters()
