@@ -166,7 +166,6 @@ class _ModelCheck:
 
     def __init__(self, root: Path, scanned: ScannedModel, config: ModelConfig | None, numbers: tuple[int, ...]) -> None:
         self.root = root
-        self.full_name = scanned.name
         self.scanned = scanned
         self.config = config
         self.numbers = numbers
@@ -195,11 +194,11 @@ class _ModelCheck:
     def errors(self) -> int:
         return sum(finding.severity == ERROR for finding in self.findings)
 
-    def done(self) -> CheckedModel:
+    def done(self, full_name: str) -> CheckedModel:
         findings = sorted(self.findings, key=lambda finding: (finding.file, finding.line, finding.column))
         sound = tuple(number for number in self.numbers if number not in self.scanned.missing)
         groups = tuple(group.name for group in self.config.instance_group) if self.config is not None else ()
-        return CheckedModel(self.scanned.name, self.full_name, self.root, self.ensemble, sound, groups, tuple(findings))
+        return CheckedModel(self.scanned.name, full_name, self.root, self.ensemble, sound, groups, tuple(findings))
 
 
 class _RepositoryCheck:
@@ -237,9 +236,7 @@ class _RepositoryCheck:
     def _check_model(self, root: Path, path: Path) -> _ModelCheck:
         scanned = scan_model(path, backends=self._backends, gpus=self._gpus, config_name=self._config_name)
         model = _check_files(root, scanned, self._backends, self._gpus, self._directory)
-        if self._namespacing:
-            model.full_name = qualified(namespace(root), scanned.name)
-        final = self._completed.get(model.full_name)
+        final = self._completed.get(self._full_name(model))
         if final is not None and scanned.written is not None:
             for text in completion_warnings(scanned.written, final):
                 model.add_finding(LayoutFinding(WARNING, "", text, path="max_batch_size"))
@@ -258,10 +255,10 @@ class _RepositoryCheck:
         for model in self._models:
             if not model.ensemble or model.config is None:
                 continue
-            for problem in check_graph(self._with_full_names(model.full_name, model.config), members):
+            for problem in check_graph(self._with_full_names(self._full_name(model), model.config), members):
                 model.add_finding(LayoutFinding(ERROR, "", problem.text, path=problem.path))
         models = sorted(self._models, key=lambda model: (model.scanned.name, str(model.root)))
-        return Checked(tuple(model.done() for model in models), tuple(self._findings))
+        return Checked(tuple(model.done(self._full_name(model)) for model in models), tuple(self._findings))
 
     def _add_duplicates(self) -> None:
         roots: dict[str, list[Path]] = {}
@@ -278,14 +275,14 @@ class _RepositoryCheck:
     def _members(self) -> Mapping[str, StepModel]:
         members: dict[str, StepModel] = {}
         for model in self._models:
-            errors = model.errors()
+            errors, full_name = model.errors(), self._full_name(model)
             reason = f"it has {errors} problem{'s' if errors > 1 else ''} itself" if errors else ""
-            final = self._completed.get(model.full_name)
+            final = self._completed.get(full_name)
             config = final or model.config
             if config is not None:
-                config = self._with_full_names(model.full_name, config)
+                config = self._with_full_names(full_name, config)
             member = StepModel(config, model.numbers, reason, final is not None or _is_final(model))
-            members.setdefault(model.full_name, member)
+            members.setdefault(full_name, member)
         return members
 
     def _with_full_names(self, full_name: str, config: ModelConfig) -> ModelConfig:
@@ -293,13 +290,18 @@ class _RepositoryCheck:
         if config.ensemble_scheduling is None or not self._namespacing:
             return config
         steps = tuple(
-            replace(step, model_name=self._full_name(step.model_name, full_name))
+            replace(step, model_name=self._resolved(step.model_name, full_name))
             for step in config.ensemble_scheduling.step
         )
         return replace(config, ensemble_scheduling=replace(config.ensemble_scheduling, step=steps))
 
-    def _full_name(self, name: str, near: str) -> str:
-        return resolved(name, near, [each.full_name for each in self._models if each.scanned.name == name] or [name])
+    def _full_name(self, model: _ModelCheck) -> str:
+        name = model.scanned.name
+        return qualified(namespace(model.root), name) if self._namespacing else name
+
+    def _resolved(self, name: str, near: str) -> str:
+        known = [self._full_name(model) for model in self._models if model.scanned.name == name]
+        return resolved(name, near, known or [name])
 
 
 def _not_a_repository(root: Path) -> CheckFinding | None:
@@ -333,7 +335,7 @@ def repository_findings(root: Path) -> list[CheckFinding]:
 
 
 def load_warnings(
-    scanned: ScannedModel, *, backends: Collection[str], gpus: Collection[int] = (), prepared: bool = False
+    scanned: ScannedModel, *, backends: Collection[str], gpus: Collection[int], prepared: bool
 ) -> tuple[CheckFinding, ...]:
     """What a server logs when it loads the model: all warnings of a check, and versions that are left out. Errors fail
     the load and are reported by that. `prepared`: its repository agents have run.
@@ -341,7 +343,9 @@ def load_warnings(
     model = _check_files(scanned.path.parent, scanned, backends, gpus, prepared=prepared, warnings_only=True)
     warnings = set(scanned.warning_texts)
     return tuple(
-        finding for finding in model.done().findings if finding.severity == WARNING or finding.relative in warnings
+        finding
+        for finding in model.done(scanned.name).findings
+        if finding.severity == WARNING or finding.relative in warnings
     )
 
 
@@ -384,7 +388,7 @@ def _check_files(
 
 
 def _check_agents(root: Path, scanned: ScannedModel, used: ModelRepositoryAgents) -> _ModelCheck:
-    """Of a model with repository agents, only its configuration can be checked: they may put other files in place."""
+    """Checks a model with repository agents, which may put other files in place: only its configuration is checked."""
     model = _ModelCheck(root, scanned, None, scanned.versions)
     text = "its files are not checked: its repository agents check or replace them when it is loaded"
     names = ", ".join(escaped(agent.name, 100) for agent in used.agents)
