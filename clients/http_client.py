@@ -16,7 +16,7 @@ from urllib.parse import quote
 import numpy as np
 
 from shmserve.clients.queries import BlockingQueries
-from shmserve.errors import Internal, ModelFailed, Unsupported
+from shmserve.errors import ConnectionLost, DeadlineExceeded, Internal, ModelFailed, Unsupported
 from shmserve.protocol.messages import Reply, Tensor
 from shmserve.python_values import to_array
 from shmserve.session import Result
@@ -47,13 +47,24 @@ class HttpClient(BlockingQueries):
         path = self._path_of(what, model, version)
         if timeout is None:
             return self._link.call("GET", path)
-        with closing(self._link.another(timeout)) as link:
+        with self._another(timeout) as link:
             return link.call("GET", path)
 
     def _operate(self, what: str, model: str, version: int | str | None, timeout: float | None, body: Body) -> Any:
         """Over a connection of its own, so that one that has ended meanwhile cannot run an operation twice."""
-        with closing(self._link.another(timeout)) as link:
+        with self._another(timeout) as link:
             return link.call("POST", self._path_of(what, model, version), b"".join(iter(body.take, b"")))
+
+    @contextmanager
+    def _another(self, timeout: float | None) -> Iterator[HttpLink]:
+        """A connection for one call. Raises DeadlineExceeded if the server does not answer in time."""
+        with closing(self._link.another(timeout)) as link:
+            try:
+                yield link
+            except ConnectionLost as error:
+                if timeout is None or not isinstance(error.__cause__, TimeoutError):
+                    raise
+                raise DeadlineExceeded(f"{self._url} did not answer within {timeout:g} s") from error
 
     def _path_of(self, what: str, model: str, version: int | str | None) -> str:
         path = f"{self._path}/shmserve/{what}"
@@ -91,7 +102,7 @@ class HttpClient(BlockingQueries):
             document["outputs"] = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
         text = json.dumps(document).encode()
         path = self._model_path(model, version, "infer")
-        with closing(self._link.another(timeout)) as link:
+        with self._another(timeout) as link:
             body = b"".join([text, *(data for _, _, data in tensors.values())])
             return _result(link.ask("POST", path, body, {JSON_SIZE: str(len(text))}))
 
@@ -112,7 +123,7 @@ class HttpClient(BlockingQueries):
             dtypes = {name: dtype for name, dtype in dtypes.items() if name in wanted}
         document = {name: _json_values(name, value) for name, value in inputs.items()}
         body = json.dumps(document | _timeout(timeout)).encode()
-        with closing(self._link.another(timeout)) as link:
+        with self._another(timeout) as link:
             events = link.events(self._model_path(model, version, "generate_stream"), body)
             yield (_part(event, dtypes) for event in events)
 

@@ -12,7 +12,7 @@ from shmserve.clients.cli.commands import completion
 from shmserve.clients.cli.commands.chat import ChatEndpoint
 from shmserve.clients.cli.parser import parser
 from shmserve.clients.http_client import HttpClient
-from shmserve.errors import Internal, ModelFailed, ServeError
+from shmserve.errors import DeadlineExceeded, Internal, ModelFailed, ServeError
 from tests.support.cases import cases
 from tests.support.http_endpoint import Endpoint
 
@@ -21,6 +21,7 @@ class Echo(Endpoint):
     """Answers a POST with its field `event` as an event, and a GET with models or the metadata of one."""
 
     def handle(self, request: BaseHTTPRequestHandler) -> None:
+        self.gate.wait()
         metadata = {"outputs": [{"name": "y", "datatype": "FP32"}]}
         text = json.dumps([{"name": "m"}] if request.path == "/shmserve/models" else metadata)
         if request.command == "POST":
@@ -33,9 +34,14 @@ class Echo(Endpoint):
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
+def endpoint() -> Iterator[Echo]:
     with Echo() as endpoint:
-        yield f"http://127.0.0.1:{endpoint.port}"
+        yield endpoint
+
+
+@pytest.fixture
+def url(endpoint: Echo) -> str:
+    return f"http://127.0.0.1:{endpoint.port}"
 
 
 @cases(
@@ -56,6 +62,14 @@ def test_events_of_a_chat(event: str, kind: type[ServeError], text: str, url: st
 def test_events_of_a_model(event: str, kind: type[ServeError], url: str) -> None:
     with HttpClient(url) as client, client.stream("m", {"event": [event.encode()]}) as parts, pytest.raises(kind):
         list(parts)
+
+
+def test_a_timeout_is_not_a_lost_connection(endpoint: Echo, url: str) -> None:
+    endpoint.gate.clear()
+    with HttpClient(url) as client:
+        for call in (client.load, lambda model, timeout: client.infer(model, {}, timeout=timeout)):
+            with pytest.raises(DeadlineExceeded, match=rf"{url} did not answer within 0\.01 s"):
+                call("m", timeout=0.01)
 
 
 def test_models_of_a_chat_are_completed(url: str) -> None:
