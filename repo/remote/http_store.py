@@ -1,6 +1,7 @@
 """A repository on a web server: directory listings in JSON (as nginx writes them) or HTML, and plain GET requests.
 
-The tag of a file is its ETag, or its time and size. Every answer with content must have the tag of the listing.
+The tag of a file is its ETag, or its time and size; a file without both has none. Every answer with content must have
+the tag of the listing.
 
 Invariant: credentials are sent only to the origin of the repository's address. aiohttp would send those of the session,
 and those that it finds itself in ~/.netrc, to wherever a redirect leads.
@@ -220,7 +221,8 @@ async def _limited(answer: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 
 
 def _tag(headers: Mapping[str, str]) -> str:
-    return headers.get("ETag") or f"{headers.get('Last-Modified', '')} {headers.get('Content-Length', '')}"
+    time = headers.get("Last-Modified")
+    return headers.get("ETag") or (f"{time} {headers.get('Content-Length', '')}" if time else "")
 
 
 def _same(file: RemoteFile, headers: Mapping[str, str]) -> None:
@@ -228,7 +230,8 @@ def _same(file: RemoteFile, headers: Mapping[str, str]) -> None:
     if "ETag" in headers:
         is_same = headers["ETag"] == file.tag
     else:
-        is_same = file.tag.startswith(f"{headers.get('Last-Modified', '')} ")
+        time = headers.get("Last-Modified")
+        is_same = file.tag.startswith(f"{time} ") if time else not file.tag
     if not is_same:
         raise Changed(f"{file.path} changed")
 

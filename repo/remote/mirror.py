@@ -141,7 +141,7 @@ class Mirror:
         manifest = self._cache.manifest(self.key, model)
         files, why = store.files(model), "a listing after the download differed"
         for _ in range(ATTEMPTS):
-            if current and manifest is not None and _is_same(files, manifest):
+            if current and manifest is not None and _is_same(files, manifest, polled=settle_s > 0):
                 self._seen.pop(model, None)
                 return MirrorOutcome(model, "unchanged", tree=current)
             if settle_s and not self._is_settled(model, files, settle_s):
@@ -273,8 +273,9 @@ class DownloadProgress:
         self._emit({**self._about, "done": done})
 
 
-def _is_same(files: Sequence[RemoteFile], manifest: Manifest) -> bool:
-    """Whether the listing is that of what was published. A file without a tag may have changed."""
+def _is_same(files: Sequence[RemoteFile], manifest: Manifest, polled: bool) -> bool:
+    """Whether the listing is that of what was published. A file without a tag may have changed; a poll, which must not
+    download it each time, compares its size."""
     listed = {file.path: (file.size, file.tag) for file in files}
     known = {path: (file.size, file.tag) for path, file in manifest.files.items()}
-    return listed == known and all(file.tag for file in files)
+    return listed == known and (polled or all(file.tag for file in files))

@@ -327,6 +327,24 @@ class _NoLength(_Files):
             super().send_header(keyword, value)
 
 
+class _NoTime(_Files):
+    """Says of no file when it changed."""
+
+    def send_header(self, keyword: str, value: str) -> None:
+        if keyword != "Last-Modified":
+            super().send_header(keyword, value)
+
+
+def test_files_without_a_time_are_downloaded_by_each_load(tmp_path: Path) -> None:
+    config = tmp_path / "www/repo/m/config.pbtxt"
+    config.parent.mkdir(parents=True)
+    with files(tmp_path / "www", _NoTime) as url, mirrored(f"{url}/repo", tmp_path / "cache") as mirror:
+        for content in (b"one", b"two"):
+            config.write_bytes(content)
+            assert mirror.sync().state == "published"
+            assert mirror.files() == {"config.pbtxt": content}
+
+
 def test_bytes_of_unknown_length_are_counted_as_they_arrive(tmp_path: Path) -> None:
     (tmp_path / "www/repo/m").mkdir(parents=True)
     file = tmp_path / "www/repo/m/weights"

@@ -103,6 +103,12 @@ def test_a_model_that_is_being_written_is_left_alone(mirrored: Callable[..., Mir
     assert at(13.0) == "unchanged"
 
 
+def test_a_file_without_a_tag_is_compared_by_its_size_in_polls(mirrored: Callable[..., Mirrored]) -> None:
+    this = mirrored(config="")
+    states = [this.mirror.sync("m", settle_s).state for settle_s in (0.0, 5.0, 0.0)]
+    assert states == ["published", "unchanged", "published"]
+
+
 def test_a_model_that_is_larger_than_the_cache(mirrored: Callable[..., Mirrored]) -> None:
     """The model's own files are not evicted for its other files, so the error names the cause at once."""
     this = mirrored(4000, **{f"1_{number}": str(number) * 1000 for number in range(6)})
