@@ -1,6 +1,7 @@
 """The agent `convert`: builds TensorRT plans for this machine's GPU from the ONNX files of a model.
 
-Plans are cached by the content of the file, the configuration, the options, the GPU and the version of TensorRT.
+Plans are cached by the content of the file and of those with its weights, the configuration, the options, the GPU and
+the version of TensorRT.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from shmserve.extras import install_command
@@ -18,6 +20,7 @@ from shmserve.repo.agents import Agent, AgentModel, Refused
 from shmserve.repo.agents.built_in import digest_of, linked
 from shmserve.repo.gpus import discover
 from shmserve.repo.load import CONFIG_FILE
+from shmserve.repo.onnx.header import NotOnnx, TooLarge, external_files
 from shmserve.repo.storage.snapshot import take
 
 SOURCE, TARGET = "model.onnx", "model.plan"
@@ -57,7 +60,8 @@ def _machine() -> str:
 def _plan(model: AgentModel, version: str, source: str, machine: str) -> Path:
     options = model.parameters.get(OPTIONS, "")
     config = digest_of(model.folder, CONFIG_FILE, "sha256") if (model.folder / CONFIG_FILE).is_file() else ""
-    key = "\0".join((digest_of(model.folder, source, "sha256"), config, options, machine))
+    digests = [digest_of(model.folder, name, "sha256") for name in (source, *_weights(model, source))]
+    key = "\0".join((*digests, config, options, machine))
     cache = _cache(model)
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = cache / f"{hashlib.sha256(key.encode()).hexdigest()}.plan"
@@ -69,6 +73,14 @@ def _plan(model: AgentModel, version: str, source: str, machine: str) -> Path:
         if done.returncode:
             raise Refused(f"`shmserve build` failed for version {version}: {done.stdout.strip()[-OUTPUT:]}")
     return path
+
+
+def _weights(model: AgentModel, source: str) -> list[str]:
+    """The files with weights that an ONNX file needs. If it cannot be read, the build says why."""
+    folder = source.rpartition("/")[0]
+    with suppress(NotOnnx, TooLarge), (model.folder / source).open("rb") as file:
+        return [os.path.normpath(f"{folder}/{name}") for name in external_files(file)]
+    return []
 
 
 def _cache(model: AgentModel) -> Path:

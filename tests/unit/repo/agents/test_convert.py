@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from shmserve.errors import InvalidRequest
 from shmserve.repo.agents.chains import AgentChains, AgentSettings, PreparedModel
@@ -26,9 +27,13 @@ GPU = [{"uuid": "GPU-1", "pci": "0000:00:00.0", "name": "Stand-in A"}]
 
 
 def write_onnx(path: Path, kind: str = "Identity") -> None:
+    """A network with a weight in the file `weights`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 5]) for name in ("x", "y"))
-    onnx.save(helper.make_model(helper.make_graph([helper.make_node(kind, ["x"], ["y"])], "g", [x], [y])), path)
+    weight = numpy_helper.from_array(np.zeros(4, np.float32), "w")
+    graph = helper.make_graph([helper.make_node(kind, ["x"], ["y"])], "g", [x], [y], [weight])
+    (path.parent / "weights").unlink(missing_ok=True)
+    onnx.save(helper.make_model(graph), path, save_as_external_data=True, location="weights", size_threshold=0)
 
 
 class Converter:
@@ -71,7 +76,7 @@ def test_plans_replace_onnx_files_and_are_built_once_for_each_content_and_gpu(
 ) -> None:
     folder = converter.convert("1")
     assert folder.name == "m"
-    assert sorted(path.name for path in (folder / "1").iterdir()) == ["model.plan"]
+    assert sorted(path.name for path in (folder / "1").iterdir()) == ["model.plan", "weights"]
     assert (folder / "labels.txt").read_text() == "a\nb\n"
     plan = json.loads((folder / "1" / "model.plan").read_bytes())
     assert plan["profiles"] == [{"x": [[1, 5], [16, 5], [16, 5]]}]
@@ -86,7 +91,10 @@ def test_plans_replace_onnx_files_and_are_built_once_for_each_content_and_gpu(
     monkeypatch.setenv("STANDIN_GPUS", json.dumps([GPU[0] | {"name": "Stand-in B"}]))
     converter.convert("5")
     assert converter.builds() == 4
-    assert len(list(converter.cache.glob("*.plan"))) == 4
+    (converter.model / "1" / "weights").write_bytes(bytes(15) + b"x")
+    converter.convert("6")
+    assert converter.builds() == 5
+    assert len(list(converter.cache.glob("*.plan"))) == 5
 
 
 def test_models_that_cannot_be_converted_are_refused(converter: Converter, monkeypatch: pytest.MonkeyPatch) -> None:
