@@ -93,7 +93,7 @@ def _of_file(section: str, address: str) -> Any:
     if not place:
         return None
     try:
-        document = json.loads(Path(place).read_text())
+        document = json.loads(Path(place).read_bytes())
         entries = document.get(section, {})
         prefixes = [prefix for prefix in entries if _is_prefix(prefix, address)]
         return entries[max(prefixes, key=len)] if prefixes else None

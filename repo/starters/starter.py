@@ -269,6 +269,6 @@ def write(starter: Starter, name: str, repository: Path) -> list[Path]:
             path = new / "1" / target
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, path)
-        (new / CONFIG_FILE).write_text(config_text(name, starter.layout))
+        (new / CONFIG_FILE).write_text(config_text(name, starter.layout), encoding="utf-8")
         new.rename(folder)
     return [folder / CONFIG_FILE, *(folder / "1" / target for target in starter.files)]

@@ -149,8 +149,7 @@ def _percent(share: float | None) -> str:
 def _config(name: str) -> dict[str, Any]:
     """A JSON object from a file or standard input."""
     try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text()
-        config = json.loads(text)
+        config = json.loads(sys.stdin.read() if name == "-" else Path(name).read_bytes())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise Misuse(f"cannot read a configuration from {name}: {reason}") from error

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,9 @@ FILES = {"pt": b"x", "json": b'{"learner":{}}', "gguf": struct.pack("<4sIQQ", b"
 SETTING = re.compile(r"^( *)#(?=\S)", re.MULTILINE)
 
 
-def save(path: Path, *dims: list[Any] | None, external: str = "") -> Path:
+def save(path: Path, *dims: list[Any] | None, external: str = "", name: str = "x") -> Path:
     """A model that adds its inputs "x0", "x1", ..., of these dims."""
-    names = [f"x{place}" for place in range(len(dims))]
+    names = [f"{name}{place}" for place in range(len(dims))]
     infos = [
         helper.make_tensor_value_info(pair[0], TensorProto.FLOAT, pair[1]) for pair in zip(names, dims, strict=True)
     ]
@@ -117,6 +120,16 @@ def test_sources_that_are_refused(source: str, text: str, tmp_path: Path, monkey
         starter_of(source)
     with pytest.raises(NotFound, match=r"none\.onnx: no such file"):
         starter_of("none.onnx")
+
+
+@pytest.mark.process
+def test_names_of_tensors_are_written_in_every_locale(tmp_path: Path) -> None:
+    source = save(tmp_path / "model.onnx", ["n", 4], name="größe")
+    code = "import pathlib, sys; from shmserve.repo.starters.starter import starter_of, write; "
+    code += "write(starter_of(sys.argv[1]), 'm', pathlib.Path(sys.argv[2]))"
+    ascii_only = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "POSIX"}
+    subprocess.run([sys.executable, "-c", code, source, tmp_path], env=os.environ | ascii_only, check=True)
+    assert 'name: "größe0"' in (tmp_path / "m" / "config.pbtxt").read_text(encoding="utf-8")
 
 
 def test_nothing_is_overwritten_or_left_behind(tmp_path: Path) -> None:
