@@ -59,10 +59,10 @@ def _shapes(texts: list[str], network: Network) -> dict[str, tuple[int, ...]]:
         name, _, dims = text.partition("=")
         if name not in network.inputs:
             raise Misuse(f"the model has no input '{name}'; it has {', '.join(network.inputs)}")
-        if not re.fullmatch(r"\d+(,\d+)*", dims) or dims.count(",") + 1 != len(network.inputs[name]):
-            raise Misuse(
-                f"--shape {text}: input '{name}' has {len(network.inputs[name])} dims, e.g. {name}=1,3,224,224"
-            )
+        count = len(network.inputs[name])
+        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", dims) or dims.count(",") + 1 != count:
+            example = f"{name}={','.join('1' * count)}"
+            raise Misuse(f"--shape {text}: input '{name}' has {count} dims of 1 or more, e.g. {example}")
         sizes[name] = tuple(map(int, dims.split(",")))
     return sizes
 

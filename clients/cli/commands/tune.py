@@ -250,8 +250,9 @@ def _tune_language(args: argparse.Namespace, folder: Path) -> int:
 
     if args.slo is None:
         raise Misuse("--slo ttft=TIME,itl=TIME is the target of a language model")
-    if args.p99 or args.rate or args.html is not None:
-        raise Misuse("a language model is tuned for --slo: leave out --p99, --rate and --html")
+    if args.p99 or args.rate or args.html is not None or args.compare is not None or args.objective:
+        options = "--p99, --rate, --objective, --html and --compare"
+        raise Misuse(f"a language model is tuned for --slo: leave out {options}")
     goal = LanguageGoal(
         Objectives(**args.slo),
         prompts_of(args, SEED),

@@ -120,7 +120,8 @@ def test_describe() -> None:
     assert (four["flops"], four["input_bytes"]) == (4 * one["flops"], 4 * one["input_bytes"])
     assert one["flops"] > 2 * (document["parameters"] - 200)
     assert one["bound"] in ("arithmetic", "memory")
-    assert run("describe", MLP, "--shape", "z=1,64")[0] == 2
+    for shape in ("z=1,64", "x=1", "x=0,64"):
+        assert run("describe", MLP, "--shape", shape)[0] == 2
 
 
 def test_sources_that_cannot_be_converted(tmp_path: Path) -> None:

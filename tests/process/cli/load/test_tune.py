@@ -128,8 +128,9 @@ def test_a_language_model(folder: Path) -> None:
     assert all(trial["tokens_per_s"] > 0 and not trial["error"] and trial["memory"] for trial in found["trials"])
     text = (folder / "models/chat/config.pbtxt").read_text()
     assert f'"{found["chosen"]["slots"]}"' in text
-    done = ran(folder, "tune", "models/chat", "--slo", "ttft=1s", "--p99", "20ms")
-    assert (done.returncode, "a language model is tuned for --slo" in done.stderr) == (2, True)
+    for option in ("--p99=20ms", "--compare=earlier.json"):
+        done = ran(folder, "tune", "models/chat", "--slo", "ttft=1s", option)
+        assert (done.returncode, "a language model is tuned for --slo" in done.stderr) == (2, True)
 
 
 def test_apply_changes_nothing_if_no_setting_meets_the_target(folder: Path) -> None:
