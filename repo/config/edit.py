@@ -20,7 +20,8 @@ _SEPARATOR = re.compile(r"[ \t]*[,;]")
 class Edit(Struct, frozen=True):
     """Sets the field at `path` to `value`, in text format, or removes it if `value` is None. A path names fields from
     the root; of repeated blocks at the root it means the one with this index, of others the first. ("parameters", key)
-    is the string value of a parameter."""
+    is the string value of a parameter, which can only be set.
+    """
 
     path: tuple[str, ...]
     value: str | None
@@ -30,7 +31,7 @@ class Edit(Struct, frozen=True):
 def edited(text: str, edits: Sequence[Edit]) -> str:
     """The text with these changes. Raises OutlineError if it is not text format."""
     for edit in edits:
-        text = _parameter(text, edit) if edit.path[0] == "parameters" else _field(text, edit)
+        text = _parameter(text, edit.path[1], str(edit.value)) if edit.path[0] == "parameters" else _field(text, edit)
     return text
 
 
@@ -62,25 +63,19 @@ def _blocks(field: Field) -> Iterator[OutlineBlock]:
     return (value for value in field.values if isinstance(value, OutlineBlock))
 
 
-def _parameter(text: str, edit: Edit) -> str:
-    key = edit.path[1]
-    written = f'{{ key: "{key}" value: {{ string_value: {edit.value} }} }}'
+def _parameter(text: str, key: str, value: str) -> str:
+    written = f'{{ key: "{key}" value: {{ string_value: {value} }} }}'
     for field in outline(text).fields:
         for block in _blocks(field) if field.name.text == "parameters" else ():
             inside = {inner.name.text: inner for inner in block.fields}
             if "key" not in inside or text[inside["key"].start : inside["key"].end].strip("\"'") != key:
                 continue
-            if edit.value is None:
-                alone = len(field.values) == 1
-                return _without(
-                    text, field.name.start if alone else block.start.start, field.end if alone else block.end.end
-                )
             values = next(_blocks(inside["value"]), None) if "value" in inside else None
             if values is not None and values.fields:
                 old = values.fields[0]
-                return text[: old.name.start] + f"string_value: {edit.value}" + text[old.end :]
+                return text[: old.name.start] + f"string_value: {value}" + text[old.end :]
             return text[: block.start.start] + written + text[block.end.end :]
-    return text if edit.value is None else _appended(text, f"parameters {written}")
+    return _appended(text, f"parameters {written}")
 
 
 def _replaced(text: str, fields: Sequence[Field], value: str | None) -> str:
@@ -95,7 +90,7 @@ def _replaced(text: str, fields: Sequence[Field], value: str | None) -> str:
 
 
 def _without(text: str, start: int, end: int) -> str:
-    """Removes a field or an item, its separator, and its line if nothing is left there."""
+    """Removes a field, its separator, and its line if nothing is left there."""
     separator = _SEPARATOR.match(text, end)
     end = separator.end() if separator else end
     line_start = text.rfind("\n", 0, start) + 1

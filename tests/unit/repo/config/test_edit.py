@@ -51,8 +51,6 @@ DELAY = ("dynamic_batching", "max_queue_delay_microseconds")
         Edit(("parameters", "b"), '"2"'),
         'parameters [ { key: \'a\' }, { key: "b" value: { string_value: "2" } } ]\n',
     ),
-    ("parameters [ { key: 'a' }, { key: 'b' } ]\n", Edit(("parameters", "a"), None), "parameters [ { key: 'b' } ]\n"),
-    ("parameters { key: 'a' }\n", Edit(("parameters", "a"), None), ""),
     (
         "name: 'n'\n",
         Edit(("parameters", "a"), '"2"'),
