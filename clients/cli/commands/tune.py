@@ -78,15 +78,18 @@ def tune(args: argparse.Namespace) -> int:
         if len(folders) > 1:
             return _tune_together(args, folders, screen)
         return _tune_ensemble(args, folder, _goal(args, folder.name), screen)
-    goal = _goal(args, folder.name)
-    before = _earlier(args, folder, goal)
-    outcome = _tuned(args, folder, goal)
+    return _tune_model(args, folder, screen)
+
+
+def _tune_model(args: argparse.Namespace, folder: Path, screen: Screen) -> int:
+    """Tunes one model that has neither steps nor sequences, and whose settings are simulated."""
     from shmserve.tools.tune import compared, html, report
 
-    path = _shown(folder / CONFIG)
+    goal, path = _goal(args, folder.name), _shown(folder / CONFIG)
+    target = {"model": folder.name, "p99_ms": goal.p99_ns / 1e6, "rate": goal.rate or None}
+    before = _earlier(args, lambda document: compared.check(document, target))
+    outcome = _tuned(args, folder, goal)
     changes = report.diff(outcome, path)
-    if args.html is not None:
-        write_file(args.html, html.page(outcome, path))
     if args.json:
         print_json(report.as_json(outcome, path))
     else:
@@ -94,6 +97,8 @@ def tune(args: argparse.Namespace) -> int:
         if before is not None:
             print(f"\n{compared.text(before, report.as_json(outcome, path), screen)}")
         print(f"\n{changes}" if changes else "\nNo changes.", end="" if changes else "\n")
+    if args.html is not None:  # after the results are printed: a file that cannot be written must not lose them
+        write_file(args.html, html.page(outcome, path))
     if outcome.interrupted:
         return 130
     if args.apply and not outcome.holds:
@@ -106,15 +111,8 @@ def tune(args: argparse.Namespace) -> int:
     return 0 if outcome.holds else 1
 
 
-def _earlier(args: argparse.Namespace, folder: Path, goal: Goal) -> Mapping[str, Any] | None:
-    """The outcome that --compare names, with the same target."""
-    from shmserve.tools.tune import compared
-
-    target = {"model": folder.name, "p99_ms": goal.p99_ns / 1e6, "rate": goal.rate or None}
-    return _compared(args, lambda document: compared.check(document, target))
-
-
-def _compared(args: argparse.Namespace, check: Callable[[Any], Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def _earlier(args: argparse.Namespace, check: Callable[[Any], Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The run that --compare names. `check` raises InvalidRequest if it had another target."""
     if args.compare is None:
         return None
     try:
@@ -403,7 +401,7 @@ def _tune_jointly(
     fixed = bool(targets[0].goal.rate) and args.objective != "throughput"
     with StatusLine() as status:
         tuner = JointTuner(targets, bench, steps, steps[0].model.cores, status.show, memory, fixed, args.objective)
-        before = _compared(args, lambda document: joint_report.check(document, joint_report.as_json(tuner)["targets"]))
+        before = _earlier(args, lambda document: joint_report.check(document, joint_report.as_json(tuner)["targets"]))
         outcome = tuner.run()
     if args.json:
         print_json(joint_report.as_json(tuner))
