@@ -105,7 +105,7 @@ def _tune_model(args: argparse.Namespace, folder: Path, screen: Screen) -> int:
         raise Failed(f"{path} is not changed: {_missed(outcome)}")
     if args.apply and changes:
         assert outcome.chosen is not None
-        _apply(folder / CONFIG, outcome.model.text, outcome.model.text_of(outcome.chosen))
+        apply_changes(folder / CONFIG, outcome.model.text, outcome.model.text_of(outcome.chosen))
         if not args.json:
             print(f"\n{path} is written; `shmserve load {folder.name}` applies it to a running server")
     return 0 if outcome.holds else 1
@@ -179,7 +179,7 @@ def _goal(args: argparse.Namespace, name: str, several: bool = False) -> Goal:
     )
 
 
-def _apply(file: Path, before: str, after: str) -> None:
+def apply_changes(file: Path, before: str, after: str) -> None:
     """Replaces the file in one step, unless it has changed in the meantime."""
     if _read(file) != before:
         raise Failed(f"{file} has changed since tuning began; it is not overwritten")
@@ -318,7 +318,7 @@ def _finish(
     if args.apply and chosen is None:
         raise Failed(f"{path} is not changed: {missed}")
     if args.apply and changes:
-        _apply(folder / CONFIG, tuner.model.text, tuner.text)
+        apply_changes(folder / CONFIG, tuner.model.text, tuner.text)
     return 0 if chosen is not None else 1
 
 
@@ -416,7 +416,7 @@ def _tune_jointly(
         if not args.json and (changes := unified(step.model.text, after, _shown(files[step.model.name]))):
             print(f"\n{changes}", end="")
         if args.apply and held and not outcome.interrupted and after != step.model.text:
-            _apply(files[step.model.name], step.model.text, after)
+            apply_changes(files[step.model.name], step.model.text, after)
     if outcome.interrupted:
         return 130
     if args.apply and not held:

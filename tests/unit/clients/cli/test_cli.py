@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 from shmserve.clients.cli import main
 from shmserve.clients.cli.commands.ready import not_ready_lines
 from shmserve.clients.cli.commands.status import LanguageRates, stats_row
+from shmserve.clients.cli.commands.tune import apply_changes
 from shmserve.clients.waiting import degraded, summary, why_not_ready
 from shmserve.terminal.console import Screen
 from shmserve.terminal.errors import Failed
@@ -101,6 +103,20 @@ def test_where_a_server_is_looked_for(
         monkeypatch.setenv("SHMSERVE_URL", url and f"unix://{tmp_path}/{url}")
         assert main.main(["models", *words]) == 1
         assert f"unix://{tmp_path}/{expected}" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_no_part_of_a_tuned_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "config.pbtxt"
+    file.write_text("old")
+
+    def write(path: Path, data: bytes) -> None:
+        path.write_text("n")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    with pytest.raises(Failed, match=r"cannot write .*/config\.pbtxt: No space left on device"):
+        apply_changes(file, "old", "new")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
 @pytest.mark.parametrize("typed", ["shmserve tritonserver", "/usr/bin/tritonserver"])
