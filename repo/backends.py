@@ -114,11 +114,11 @@ def backend_directory_problem(directory: Path) -> str:
     if not directory.is_dir():
         return f"{directory} is not a directory"
     try:
-        ours = sorted(
+        conflicts = sorted(
             name for name in (BACKENDS - REPLACEABLE) & in_directory(directory) if (directory / name / FILE).is_file()
         )
     except OSError as error:
         return f"{directory} cannot be read: {error.strerror}"
-    if ours:
-        return f"{directory} has a backend '{ours[0]}', the name of a built-in backend; rename it"
+    if conflicts:
+        return f"{directory} has a backend '{conflicts[0]}', the name of a built-in backend; rename it"
     return ""

@@ -49,10 +49,10 @@ def directory_problem(directory: Path) -> str:
     if not directory.is_dir():
         return f"{directory} is not a directory"
     try:
-        ours = sorted(in_directory(directory) & set(BUILT_IN))
+        conflicts = sorted(in_directory(directory) & set(BUILT_IN))
     except OSError as error:
         return f"{directory} cannot be read: {error.strerror}"
-    return f"{directory} has an agent '{ours[0]}', the name of a built-in agent; rename it" if ours else ""
+    return f"{directory} has an agent '{conflicts[0]}', the name of a built-in agent; rename it" if conflicts else ""
 
 
 def unknown(name: str, names: frozenset[str]) -> str:

@@ -112,10 +112,10 @@ def _tensors(
             if not meant:
                 continue
             tensor = known[meant]
-        ours = TO_CONFIG.get(tensor.dtype, "")
-        if ours and tensor.dtype != FROM_CONFIG.get(entry.data_type):
-            text = f'{entry.data_type}, but {kind} "{escaped(tensor.name)}" of the model is {ours}'
-            yield Difference(f"{path}.data_type", text, f"data_type: {ours}")
+        data_type = TO_CONFIG.get(tensor.dtype, "")
+        if data_type and tensor.dtype != FROM_CONFIG.get(entry.data_type):
+            text = f'{entry.data_type}, but {kind} "{escaped(tensor.name)}" of the model is {data_type}'
+            yield Difference(f"{path}.data_type", text, f"data_type: {data_type}")
         if tensor.dims is not None and entry.name not in flat:
             yield from _shape(config, path, f'{kind} "{escaped(tensor.name)}"', entry, tensor.dims)
 

@@ -151,13 +151,13 @@ def onnx_level_problem(level: int) -> str:
 
 
 def graph_spec_problem(
-    spec: ModelOptimizationPolicyCudaGraphSpec, largest: int, inputs: Collection[str] | None
+    spec: ModelOptimizationPolicyCudaGraphSpec, max_batch: int, inputs: Collection[str] | None
 ) -> tuple[str, str]:
-    """The field and what is wrong with it; "" if nothing is. `largest`: max_batch_size. `inputs`: the names of the
+    """The field and what is wrong with it; "" if nothing is. `max_batch`: max_batch_size. `inputs`: the names of the
     model's inputs; None: the model may still complete them, and max_batch_size if that is 0."""
     rows = spec.batch_size
-    if not (1 <= rows <= largest if largest else rows == 0 or inputs is None):
-        allowed = f"1 to {largest}" if largest else "0, as the model has no batch dimension"
+    if not (1 <= rows <= max_batch if max_batch else rows == 0 or inputs is None):
+        allowed = f"1 to {max_batch}" if max_batch else "0, as the model has no batch dimension"
         return "batch_size", f"batch_size is {rows}, expected {allowed}"
     if inputs is not None and (unknown := set(spec.input).difference(inputs)):
         return "input", f"the model has no input {', '.join(sorted(unknown))}"

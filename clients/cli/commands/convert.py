@@ -213,15 +213,15 @@ def _requests(args: argparse.Namespace, client: Client, model: str, config: Mode
     return requests
 
 
-def batches_of(entered: dict[str, Any], largest: int) -> Requests:
-    """Splits rows into requests of at most `largest` rows. 0: the model does not batch."""
-    if not largest:
+def batches_of(entered: dict[str, Any], max_batch: int) -> Requests:
+    """Splits rows into requests of at most `max_batch` rows. 0: the model does not batch."""
+    if not max_batch:
         return {1: [entered]}
     rows = min(map(len, entered.values()))
     requests: Requests = {}
-    for first in range(0, rows, largest):
-        batch = {name: array[first : first + largest] for name, array in entered.items()}
-        requests.setdefault(min(largest, rows - first), []).append(batch)
+    for first in range(0, rows, max_batch):
+        batch = {name: array[first : first + max_batch] for name, array in entered.items()}
+        requests.setdefault(min(max_batch, rows - first), []).append(batch)
     return requests
 
 

@@ -27,7 +27,7 @@ def infer(args: argparse.Namespace) -> int:
     with connected(args) as client:
         metadata = client.metadata(args.model, args.version)
         known = inputs.specs(metadata)
-        arrays = inputs.inputs(source, args.model, known, lambda: _largest(args, client))
+        arrays = inputs.inputs(source, args.model, known, lambda: _max_batch(args, client))
         dtypes = {spec["name"]: spec["datatype"] for spec in metadata["outputs"]}
         if args.stream:
             _stream(args, client, _typed(arrays, known), dtypes)
@@ -68,7 +68,7 @@ def _outputs(args: argparse.Namespace) -> list[str] | None:
     return args.outputs.split(",") if args.outputs else None
 
 
-def _largest(args: argparse.Namespace, client: AnyClient) -> int:
+def _max_batch(args: argparse.Namespace, client: AnyClient) -> int:
     maximum: int = client.config(args.model, args.version)["max_batch_size"]
     return maximum
 

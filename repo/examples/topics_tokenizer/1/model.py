@@ -17,7 +17,7 @@ class TritonPythonModel:
     def initialize(self, args):
         parameters = json.loads(args["model_config"])["parameters"]
         self.tokenizer = Tokenizer.from_file(str(Path(__file__).parent / "tokenizer.json"))
-        self.tokenizer.enable_truncation(int(parameters["longest"]["string_value"]))
+        self.tokenizer.enable_truncation(int(parameters["max_tokens"]["string_value"]))
         self.tokenizer.enable_padding()  # to the longest text of the request
 
     def execute(self, requests):
