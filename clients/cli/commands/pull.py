@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from shmserve.clients.cli.commands.base import CLEAR_LINE
+from shmserve.clients.cli.commands.base import StatusLine
 from shmserve.repo.remote.pull import Pull
 from shmserve.terminal.errors import Failed
 from shmserve.terminal.tables import bytes_text
@@ -21,13 +21,11 @@ _STEP = 10
 def pull(args: argparse.Namespace) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     job = Pull(args.url, args.repository, args.name, args.max_size)
-    progress = _Progress(job.plan.name, job.plan.size, sys.stderr.isatty())
     try:
-        job.run(progress.advance)
+        with StatusLine() as status:
+            job.run(_Progress(job.plan.name, job.plan.size, status).advance)
     except OSError as error:
         raise Failed(f"cannot write {error.filename or args.repository}: {error.strerror}") from error
-    finally:
-        progress.end()
     print(job.folder)
     print(shlex.join(["shmserve", "serve", "--model-repository", str(args.repository)]))
     return 0
@@ -36,10 +34,11 @@ def pull(args: argparse.Namespace) -> int:
 class _Progress:
     """How much of a model has arrived. `advance` may be called by any thread."""
 
-    def __init__(self, name: str, total: int, terminal: bool) -> None:
+    def __init__(self, name: str, total: int, status: StatusLine) -> None:
         self._name = name
         self._total = total
-        self._terminal = terminal
+        self._status = status
+        self._step = 1 if status.is_shown else _STEP
         self._guard = threading.Lock()
         self._done = 0
         self._began: tuple[float, int] | None = None
@@ -52,14 +51,12 @@ class _Progress:
             now = time.monotonic()
             self._began = self._began or (now, self._done)
             percent = 100 * self._done // self._total if self._total else 100
-            if percent // (1 if self._terminal else _STEP) != self._shown:
-                self._shown = percent // (1 if self._terminal else _STEP)
-                began, resumed = self._began
-                speed = f", {bytes_text(round((self._done - resumed) / (now - began)))}/s" if now > began else ""
-                line = f"{self._name}: {percent} % of {bytes_text(self._total)}{speed}"
-                sys.stderr.write(f"{CLEAR_LINE}{line}" if self._terminal else f"{line}\n")
-                sys.stderr.flush()
-
-    def end(self) -> None:
-        if self._terminal and self._shown >= 0:
-            sys.stderr.write("\n")
+            if percent // self._step == self._shown:
+                return
+            self._shown = percent // self._step
+            began, resumed = self._began
+            speed = f", {bytes_text(round((self._done - resumed) / (now - began)))}/s" if now > began else ""
+            line = f"{self._name}: {percent} % of {bytes_text(self._total)}{speed}"
+            self._status.show(line)
+            if not self._status.is_shown:
+                print(line, file=sys.stderr, flush=True)
