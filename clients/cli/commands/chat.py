@@ -21,7 +21,7 @@ HELP = "/clear forgets the conversation, /quit or Ctrl-D ends it; Ctrl-C stops a
 
 Message = dict[str, Any]
 _THINKING = ("reasoning_content", "reasoning")
-"""The field of a message with the thinking of the model, which other servers name differently."""
+"""The field of a message with the thinking of the model, which servers name differently; some send it as both."""
 
 
 def chat(args: argparse.Namespace) -> int:
@@ -108,7 +108,7 @@ class Conversation:
         try:
             for chunk in self._endpoint.stream({"model": self._model, "messages": asked, **options, **self._sampling}):
                 for delta in [choice.get("delta", {}) for choice in chunk.get("choices", ())]:
-                    for thought in filter(None, map(delta.get, _THINKING)):
+                    if thought := next(filter(None, map(delta.get, _THINKING)), ""):
                         first = first or time.monotonic()
                         yield thought, True
                     if piece := delta.get("content"):

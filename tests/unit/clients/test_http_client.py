@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 
 from shmserve.clients.cli.commands import completion
-from shmserve.clients.cli.commands.chat import ChatEndpoint
+from shmserve.clients.cli.commands.chat import ChatEndpoint, Conversation
 from shmserve.clients.cli.parser import parser
 from shmserve.clients.http_client import HttpClient
 from shmserve.errors import DeadlineExceeded, Internal, ModelFailed, ServeError
@@ -62,6 +62,12 @@ def test_events_of_a_chat(event: str, kind: type[ServeError], text: str, url: st
 def test_events_of_a_model(event: str, kind: type[ServeError], url: str) -> None:
     with HttpClient(url) as client, client.stream("m", {"event": [event.encode()]}) as parts, pytest.raises(kind):
         list(parts)
+
+
+def test_thinking_that_is_sent_under_both_names_is_shown_once(url: str) -> None:
+    event = json.dumps({"choices": [{"delta": {"reasoning": "hm", "reasoning_content": "hm"}}]})
+    conversation = Conversation(ChatEndpoint(url, ""), "m", None, {"event": [event]})
+    assert list(conversation.answer("hi")) == [("hm", True)]
 
 
 def test_a_timeout_is_not_a_lost_connection(endpoint: Echo, url: str) -> None:
