@@ -107,7 +107,7 @@ class Conversation:
         self.figures = ""
         try:
             for chunk in self._endpoint.stream({"model": self._model, "messages": asked, **options, **self._sampling}):
-                for delta in [choice.get("delta", {}) for choice in chunk.get("choices", ())]:
+                for delta in [choice.get("delta") or {} for choice in chunk.get("choices") or ()]:
                     if thought := next(filter(None, map(delta.get, _THINKING)), ""):
                         first = first or time.monotonic()
                         yield thought, True
