@@ -167,7 +167,7 @@ class Queries(ABC, Generic[Document, Documents, Text]):
 
     def drain(self) -> Document:
         """Takes the server out of service: it reports not ready, but still answers every request that arrives. Returns
-        at once; `service` tells when it is empty.
+        at once; `service` reports when it is empty.
         """
         return self._operate("set_service", "", None, self._timeout, of_service(True))
 

@@ -50,7 +50,7 @@ _MISSING = (404, 410)
 _FINAL = (401, 403)
 _NO_SUCH_RANGE = 416
 _CHARSETS = ("iso-8859-1", "iso-8859-15", "utf-8", "windows-1252")
-"""The encodings of listings. Python has decoders that fail or take for ever with what a server sends, such as punycode.
+"""The encodings of listings. Python has decoders that fail on or never finish what a server sends, such as punycode.
 """
 _LINK = re.compile(r"""<a\s(?:[^<>]*?\s)?href\s*=\s*["']([^"'<>]+)["']""", re.IGNORECASE)
 

@@ -36,7 +36,7 @@ _CONFIG = NETWORK_CONFIG.encode()
 class RemoteFile(NamedTuple):
     """An object. `path`: below the model's directory. `key`: its name for the store. `tag`: another one whenever its
     content is another one (ETag, generation, hash). `digests`: those of its content that the store knows, by algorithm
-    (sha256, md5, git). `size`: -1 if the store does not tell it.
+    (sha256, md5, git). `size`: -1 if the store does not report it.
     """
 
     path: str

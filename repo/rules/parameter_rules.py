@@ -62,7 +62,7 @@ def validate_scaling(config: ModelConfig, problem: ProblemFunction) -> None:
     names: dict[str, int] = {}
     for index, (group, _, highest) in enumerate(bounds):
         if group.name and names.setdefault(group.name, index) != index:
-            text = f'"{group.name}" is the name of instance_group[{names[group.name]}], too'
+            text = f'"{group.name}" is also the name of instance_group[{names[group.name]}]'
             problem(f"instance_group[{index}].name", f"{text}; groups that are scaled need names of their own")
         if group.count > highest:
             text = f"found {group.count}, which is more than parameter {MAX_INSTANCES.name} ({highest})"

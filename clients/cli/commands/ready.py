@@ -1,4 +1,4 @@
-"""`shmserve ready`: the exit code tells whether the server or a model accepts requests."""
+"""`shmserve ready`: its exit code says whether the server or a model accepts requests."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ FOLLOW = (
     "--strict-readiness=false",
     "--exit-on-error=false",
 )
-"""Options of a server that loads a file again as soon as it is saved, and serves on when that fails."""
+"""Options of a server that loads a file again as soon as it is saved, and keeps the old code if that fails."""
 
 
 def serve(options: Sequence[str]) -> int:
