@@ -4,7 +4,8 @@
     <name>.pieces   a line for each complete piece: its number, and the CRC of its content
 
 Invariant: a piece is resumed only if its content in the file has the CRC of its line, so a crash at any time loses at
-most pieces. The name depends on the object's tag: pieces of two versions of it never meet.
+most pieces. The name depends on the object's tag, and an object without a tag is not resumed: pieces of two versions
+never meet.
 """
 
 from __future__ import annotations
@@ -61,14 +62,15 @@ class Download:
         identity = f"{repository} {file.key} {file.tag} {file.size} {self._piece_bytes}"
         partial = self._cache.partial(hashlib.sha256(identity.encode()).hexdigest()[:32])
         journal = partial.with_name(f"{partial.name}.pieces")
+        if not file.tag:  # pieces from an earlier download may be of another version
+            _remove(partial, journal)
         with self._cache.room(max(file.size, 0)) as reserve:
             try:
                 self._in_pieces(store, file, partial, journal, reserve)
                 sha256 = _verify(partial, file, store)
             except BaseException as error:
                 if file.size < 0 or isinstance(error, Changed):  # nothing of it is of use
-                    partial.unlink(missing_ok=True)
-                    journal.unlink(missing_ok=True)
+                    _remove(partial, journal)
                 raise
             self._want(sha256)  # first: the room for another file of the model may be made at any time
             self._cache.adopt(partial, sha256)
@@ -235,6 +237,11 @@ class _PieceFile:
             view, start = view[written:], start + written
         with self._guard:
             os.write(self._journal, f"{number} {zlib.crc32(data):08x}\n".encode())
+
+
+def _remove(*files: Path) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
 
 
 def _verify(path: Path, file: RemoteFile, store: Store) -> str:

@@ -15,6 +15,7 @@ import pytest
 from shmserve.repo.remote.cache import CacheSlot, RemoteCache
 from shmserve.repo.remote.download import Download
 from shmserve.repo.remote.stores import NoRanges, RemoteFile, Store, StoreError
+from tests.support.cases import cases
 from tests.support.patience import PATIENCE_S
 
 
@@ -33,12 +34,17 @@ class Pieces(Executor):
         return self.futures[-1]
 
 
-class Zeros(Store):
-    def __init__(self) -> None:
-        pass
+class Filled(Store):
+    """Each byte of an object is this one. Those from `end` on cannot be read."""
+
+    def __init__(self, byte: bytes, end: int) -> None:
+        self._byte = byte
+        self._end = end
 
     def read(self, file: RemoteFile, start: int, end: int) -> bytes:
-        return bytes(end - start)
+        if end > self._end:
+            raise StoreError("lost", final=True)
+        return self._byte * (end - start)
 
 
 def test_an_error_ends_the_other_pieces(tmp_path: Path) -> None:
@@ -49,7 +55,7 @@ def test_an_error_ends_the_other_pieces(tmp_path: Path) -> None:
         RemoteCache(slot.folder, 1 << 20), pieces, lambda _: None, lambda _: None, lambda _: None, 1000, 0.0
     )
     with ThreadPoolExecutor(1) as pool:
-        fetch = pool.submit(download.fetch, Zeros(), "key", RemoteFile("1/model", "key", 4000, "tag"))
+        fetch = pool.submit(download.fetch, Filled(b"a", 4000), "key", RemoteFile("1/model", "key", 4000, "tag"))
         assert pieces.submitted.wait(PATIENCE_S)
         running, failing, waiting = pieces.futures
         cancelled = Event()
@@ -63,6 +69,18 @@ def test_an_error_ends_the_other_pieces(tmp_path: Path) -> None:
             running.set_result(None)
         with pytest.raises(StoreError, match="the second piece"):
             fetch.result()
+    slot.close()
+
+
+@cases(("tag", b"a" * 1000 + b"b" * 1000), ("", b"b" * 2000))
+def test_only_objects_with_a_tag_are_resumed(tag: str, content: bytes, tmp_path: Path) -> None:
+    slot, file = CacheSlot.acquire(tmp_path, ["key"]), RemoteFile("1/model", "key", 2000, tag)
+    cache = RemoteCache(slot.folder, 1 << 20)
+    with ThreadPoolExecutor(1) as pool:
+        download = Download(cache, pool, lambda _: None, lambda _: None, lambda _: None, 1000, 0.0)
+        with pytest.raises(StoreError, match="lost"):
+            download.fetch(Filled(b"a", 1000), "key", file)
+        assert cache.blob(download.fetch(Filled(b"b", 2000), "key", file)).read_bytes() == content
     slot.close()
 
 
