@@ -292,7 +292,7 @@ def _source(path: str, names: Sequence[str], inputs: Sequence[str], problem: Pro
 def _instance_groups(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> None:
     if is_ensemble(config):
         return
-    total = sum(group.count for group in config.instance_group if group.count > 0)
+    total = sum(max(group.count, 0) * max(1, len(group.gpus)) for group in config.instance_group)
     if total > INSTANCES:
         problem("instance_group", f"{total} instances, each a process; expected at most {INSTANCES}")
     for index, group in enumerate(config.instance_group):

@@ -53,6 +53,10 @@ def test_names_of_python_models() -> None:
         "instance_group[0].name: found 121 characters, expected printable ones, at most 120",
     ),
     (
+        "instance_group { count: 600 kind: KIND_GPU }",
+        "instance_group: 1200 instances, each a process; expected at most 1024",
+    ),
+    (
         "instance_group { kind: KIND_GPU gpus: [ 0, 2 ] }",
         "instance_group[0].gpus[1]: no GPU 2; this machine has [0, 1]",
     ),
