@@ -347,7 +347,7 @@ def _missing_file(directory: Path, config: ModelConfig) -> str:
         # A model in its own directory: external weights, or a saved model.
         if config.backend == "onnxruntime" and not (path / "model.onnx").is_file():
             return f"'{escaped(name)}' is a directory, but has no file 'model.onnx'"
-        return f"'{name}' is a directory, expected a file" if config.backend in _ONE_FILE else ""
+        return f"'{escaped(name)}' is a directory, expected a file" if config.backend in _ONE_FILE else ""
     if path.is_file():
         return ""
     if path.is_symlink():
