@@ -5,6 +5,7 @@ Invariant: only what `--help` needs is imported here; a command's module is impo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 
 from shmserve.clients.cli.arguments import infer, local, observe, operate
@@ -56,34 +57,13 @@ USUAL = (
         ("tune", "find the settings that hold a latency target"),
     ),
 )
-"""The commands of the short help, in groups."""
-OTHERS = (
-    "build",
-    "chat",
-    "completion",
-    "context",
-    "convert",
-    "demo",
-    "describe",
-    "doctor",
-    "drain",
-    "gateway",
-    "keygen",
-    "plan",
-    "pull",
-    "quantize",
-    "restart",
-    "run",
-    "trace",
-    "traffic",
-    "version",
-)
-"""The other commands, which the short help only names."""
+"""The commands that the short help describes, in groups. It only names the others."""
 
 
-def _overview() -> list[str]:
+def _overview(names: Iterable[str]) -> list[str]:
+    usual = dict(pair for group in USUAL for pair in group)
     lines: list[str] = []
-    aligned = iter(rows([*(pair for group in USUAL for pair in group), ("others", ", ".join(OTHERS))]))
+    aligned = iter(rows([*usual.items(), ("others", ", ".join(sorted(set(names) - usual.keys())))]))
     for group in USUAL:
         lines += ["", *islice(aligned, len(group))]
     return [*lines, *aligned, "`shmserve COMMAND --help` describes a command, `shmserve --help-all` lists all"]
@@ -91,7 +71,9 @@ def _overview() -> list[str]:
 
 def parser() -> CommandParser:
     """The parser of all commands except serve, whose arguments the broker parses."""
-    shmserve = CommandParser(prog="shmserve", overview=_overview, description=ABOUT, epilog=EPILOG)
+    shmserve = CommandParser(
+        prog="shmserve", overview=lambda: _overview(commands.choices), description=ABOUT, epilog=EPILOG
+    )
     rare(
         shmserve.add_argument,
         "--version",
