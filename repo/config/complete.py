@@ -140,9 +140,9 @@ def complete_from_model(
         raise InvalidRequest(_cannot_batch(config, inputs, outputs))
     skip = 1 if config.max_batch_size > 0 else 0
     if not config.input:
-        config = replace(config, input=tuple(_input(config, tensor, skip) for tensor in inputs))
+        config = replace(config, input=tuple(_entry(ModelInput, config, tensor, skip) for tensor in inputs))
     if not config.output:
-        config = replace(config, output=tuple(_output(config, tensor, skip) for tensor in outputs))
+        config = replace(config, output=tuple(_entry(ModelOutput, config, tensor, skip) for tensor in outputs))
     return config
 
 
@@ -181,14 +181,9 @@ def _data_type(config: ModelConfig, tensor: TensorFacts) -> schema.DataType:
     return data_type
 
 
-def _input(config: ModelConfig, tensor: TensorFacts, skip: int) -> ModelInput:
+def _entry(kind: type[_Entry], config: ModelConfig, tensor: TensorFacts, skip: int) -> _Entry:
     dims, reshape = _dims(tensor, skip)
-    return ModelInput(name=tensor.name, data_type=_data_type(config, tensor), dims=dims, reshape=reshape)
-
-
-def _output(config: ModelConfig, tensor: TensorFacts, skip: int) -> ModelOutput:
-    dims, reshape = _dims(tensor, skip)
-    return ModelOutput(name=tensor.name, data_type=_data_type(config, tensor), dims=dims, reshape=reshape)
+    return kind(name=tensor.name, data_type=_data_type(config, tensor), dims=dims, reshape=reshape)
 
 
 def with_scalars(config: ModelConfig, inputs: Sequence[TensorFacts], outputs: Sequence[TensorFacts]) -> ModelConfig:

@@ -67,12 +67,12 @@ class Mirrors:
         self._listed_at = -LIST_S
         self._problems: dict[tuple[str, str], str] = {}
         """(repository, model) -> the problem that was logged last."""
-        self._redact = Redactor()
+        self.redact = Redactor()
         cache = RemoteCache(Path(settings.slot), settings.limit)
         _remove_old(Path(settings.slot) / "partial")
         resources = MirrorResources(
             cache,
-            self._redact,
+            self.redact,
             ThreadPoolExecutor(CONNECTIONS, "file"),
             ThreadPoolExecutor(CONNECTIONS, "piece"),
             emit,
@@ -84,10 +84,6 @@ class Mirrors:
         self._mirrors = [Mirror(parse_address(text), resources) for text in settings.repositories]
         self._models = ThreadPoolExecutor(MODELS, "model")
         self._requests = ThreadPoolExecutor(64, "request")
-
-    @property
-    def redact(self) -> Redactor:
-        return self._redact
 
     def handle(self, request: Mapping[str, Any]) -> None:
         """Begins what the broker requests."""
@@ -113,7 +109,7 @@ class Mirrors:
         error = future.exception()
         if error is not None:
             lines = "".join(traceback.format_exception(error)).splitlines()
-            print("\n".join(self._redact(line) for line in lines), file=sys.stderr, flush=True)
+            print("\n".join(self.redact(line) for line in lines), file=sys.stderr, flush=True)
             os._exit(1)  # the broker starts another process, and repeats what was not finished
 
     # ------------------------------------------------------------------------------------ requests
@@ -243,7 +239,7 @@ class Mirrors:
         return is_new
 
     def _log(self, level: str, text: str, model: str) -> None:
-        self._emit({"event": "log", "level": level, "text": self._redact(text), "model": model})
+        self._emit({"event": "log", "level": level, "text": self.redact(text), "model": model})
 
 
 def _problem(mirror: Mirror, outcome: MirrorOutcome) -> str:

@@ -178,18 +178,17 @@ def parsed(text: str) -> float:
         return math.nan
 
 
-def seconds(text: str) -> float:
-    value = parsed(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds above 0")
-    return value
+def _above_0(what: str, limit: float) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = parsed(text)
+        if not 0 < value < limit:
+            raise argparse.ArgumentTypeError(f"'{text}' is not {what} above 0")
+        return value
+
+    return read
 
 
-def positive(text: str) -> float:
-    value = parsed(text)
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
-    return value
+seconds, positive = _above_0("a number of seconds", 1e6), _above_0("a number", 1e9)
 
 
 def duration(text: str) -> int:
