@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import ServeError
@@ -54,6 +54,7 @@ def read(recorder: HttpClient, versions: Sequence[tuple[str, str]]) -> list[dict
 def text(histories: Sequence[Mapping[str, Any]], screen: Screen) -> str:
     """A column of the curve shows the highest value of a minute."""
     from shmserve.tools.top.panels import sparkline
+    from shmserve.tools.top.texts import rate_text
 
     rows = []
     for one in histories:
@@ -64,11 +65,11 @@ def text(histories: Sequence[Mapping[str, Any]], screen: Screen) -> str:
                 one["name"],
                 one["version"],
                 sparkline(requests, MINUTES),
-                _rate(now["requests"]),
-                _rate(_highest(requests)),
-                _rate(now["failed"]),
-                _duration(now["p99"]),
-                _duration(_highest(slowest)),
+                _shown(now["requests"], rate_text),
+                _shown(_highest(requests), rate_text),
+                _shown(now["failed"], rate_text),
+                _shown(now["p99"], duration_text),
+                _shown(_highest(slowest), duration_text),
             ]
         )
     return screen.table(HISTORY, rows)
@@ -83,11 +84,5 @@ def _highest(values: Curve) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def _rate(value: float | None) -> str:
-    from shmserve.tools.top.texts import rate_text
-
-    return "-" if value is None else rate_text(value)
-
-
-def _duration(value: float | None) -> str:
-    return "-" if value is None else duration_text(value)
+def _shown(value: float | None, show: Callable[[float], str]) -> str:
+    return "-" if value is None else show(value)
