@@ -26,11 +26,14 @@ def init(args: argparse.Namespace) -> int:
     description = described(args) if Path(args.source).suffix in TORCH_FILES else None
     try:
         starter = starter_of(args.source, description)
-        files = write(starter, args.name, args.repository)
     except NotFound as error:
         raise Misuse(str(error)) from error
     except OSError as error:
-        raise Failed(f"cannot write {error.filename or args.repository}: {error.strerror}") from error
+        raise Failed(f"cannot read {args.source}: {error.strerror}") from error
+    try:
+        files = write(starter, args.name, args.repository)
+    except OSError as error:
+        raise Failed(f"{error.filename or args.repository}: {error.strerror}") from error
     commands = next_commands(args.name, args.repository, starter)
     if args.json:
         print_json(

@@ -105,6 +105,13 @@ def test_where_a_server_is_looked_for(
         assert f"unix://{tmp_path}/{expected}" in capsys.readouterr().err
 
 
+def test_a_model_file_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "model.gguf"
+    source.symlink_to("/proc/self/mem")
+    assert main.main(["init", "m", "--from", str(source), "--repository", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"shmserve init: cannot read {source}: Input/output error\n"
+
+
 def test_a_full_disk_leaves_no_part_of_a_tuned_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "config.pbtxt"
     file.write_text("old")
