@@ -113,10 +113,18 @@ def token_of(file: Path, *urls: str) -> str:
     if not text or not text.isascii() or not text.isprintable() or " " in text:
         raise Misuse(f"cannot read a token from {file}: expected one word of ASCII characters")
     for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme == "http" and not _is_loopback(parts.hostname or ""):
+        if _is_exposed(url):
             print(f"shmserve: warning: the token is sent to {url} without encryption; use https://", file=sys.stderr)
     return text
+
+
+def _is_exposed(url: str) -> bool:
+    """Whether others can read what is sent to this URL."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False  # the connection reports that it is invalid
+    return parts.scheme == "http" and not _is_loopback(parts.hostname or "")
 
 
 def _is_loopback(host: str) -> bool:

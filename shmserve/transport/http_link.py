@@ -36,8 +36,12 @@ JSON_SIZE = "Inference-Header-Content-Length"
 
 
 def parts_of(url: str) -> Any:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
+    try:
+        parts = urlsplit(url)
+        surplus = parts.username or parts.query or parts.fragment or parts.port == 0
+    except ValueError:  # of the port, or of brackets
+        parts, surplus = urlsplit(""), ""
+    if parts.scheme not in ("http", "https") or not parts.hostname or surplus:
         raise InvalidRequest(f"invalid url {url!r}: expected http://host:port or https://host:port")
     return parts
 

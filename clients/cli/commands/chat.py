@@ -25,7 +25,8 @@ _THINKING = ("reasoning_content", "reasoning")
 
 
 def chat(args: argparse.Namespace) -> int:
-    endpoint = ChatEndpoint(args.url, token_of(args.token_file, args.url) if args.token_file is not None else "")
+    url = args.url if "//" in args.url else f"http://{args.url}"
+    endpoint = ChatEndpoint(url, token_of(args.token_file, url) if args.token_file is not None else "")
     sampling = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": args.seed}
     conversation = Conversation(endpoint, args.model, args.system, {k: v for k, v in sampling.items() if v is not None})
     if args.prompt or not sys.stdin.isatty():
@@ -132,7 +133,7 @@ class ChatEndpoint:
 
     def __init__(self, url: str, token: str) -> None:
         try:
-            self._parts = parts_of(url if "//" in url else f"http://{url}")
+            self._parts = parts_of(url)
         except InvalidRequest as error:
             raise Misuse(f"--url: {error}") from None
         self._token = token

@@ -8,7 +8,8 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 
-from shmserve.clients.cli.commands import completion
+from shmserve.clients.cli import main
+from shmserve.clients.cli.commands import chat, completion
 from shmserve.clients.cli.commands.chat import ChatEndpoint, Conversation
 from shmserve.clients.cli.parser import parser
 from shmserve.clients.http_client import HttpClient
@@ -68,6 +69,14 @@ def test_thinking_that_is_sent_under_both_names_is_shown_once(url: str) -> None:
     event = json.dumps({"choices": [{"delta": {"reasoning": "hm", "reasoning_content": "hm"}}]})
     conversation = Conversation(ChatEndpoint(url, ""), "m", None, {"event": [event]})
     assert list(conversation.answer("hi")) == [("hm", True)]
+
+
+def test_the_url_of_a_chat_is_http_by_default(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warning of a token that others can read needs the whole URL."""
+    urls: list[str] = []
+    monkeypatch.setattr(chat, "token_of", lambda _, url: urls.append(url))
+    assert main.main(["chat", "m", "hi", "--url", url.removeprefix("http://"), "--token-file", "f"]) == 1
+    assert urls == [url]
 
 
 def test_a_timeout_is_not_a_lost_connection(endpoint: Echo, url: str) -> None:

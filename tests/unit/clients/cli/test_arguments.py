@@ -86,7 +86,11 @@ REFUSED = {
         ("a --config-json OK --file 1/x=/no/such", "no such file"),
     ],
     "restart": [("a b --instance a_0_0", "--instance is for one model")],
-    "config": [("a --origins", "--origins needs --json")],
+    "config": [
+        ("a --origins", "--origins needs --json"),
+        ("a --url http://h:port", "invalid url 'http://h:port': expected http://host:port or https://host:port"),
+        ("a --url http://[1 --token-file OK", "invalid url 'http://[1': expected http://host:port"),
+    ],
     "drain": [
         ("--undrain --timeout 3", "cannot be combined"),
         ("--undrain --no-wait", "cannot be combined"),
