@@ -166,12 +166,12 @@ def _url(server: str) -> str:
     """The URL of a server; `host` and `host:port` mean HTTP."""
     if "://" in server:
         return server
-    parts = urlsplit(f"http://{server}")
     try:
-        port = parts.port
-    except ValueError:
-        raise Misuse(f"invalid server '{server}': expected HOST, HOST:PORT or a URL") from None
-    if not parts.hostname or parts.path or parts.query or parts.fragment or parts.username is not None:
+        parts = urlsplit(f"http://{server}")
+        port, surplus = parts.port, parts.path or parts.query or parts.fragment or parts.username is not None
+    except ValueError:  # of the port, or of brackets
+        surplus = True
+    if surplus or not parts.hostname:
         raise Misuse(f"invalid server '{server}': expected HOST, HOST:PORT or a URL")
     return f"http://{server}" if port else f"http://{parts.netloc.removesuffix(':')}:{HTTP_PORT}"
 

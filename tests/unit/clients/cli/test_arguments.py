@@ -55,6 +55,7 @@ REFUSED = {
         ("a b --sort holdings", "unknown column 'holdings'"),
         ("a b --metrics-url http://a:1", "--metrics-url is given 1 times, for 2 servers over HTTP"),
         ("a b:x", "invalid server 'b:x': expected HOST, HOST:PORT or a URL"),
+        ("a [1", "invalid server '[1': expected HOST, HOST:PORT or a URL"),
         ("a b/v2", "invalid server 'b/v2': expected HOST, HOST:PORT or a URL"),
         ("a ftp://x", "invalid url 'ftp://x'"),
         ("a tcp://b:5555", "--server-key"),
