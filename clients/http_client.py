@@ -37,6 +37,8 @@ class HttpClient(BlockingQueries):
         self._path = parts.path.rstrip("/")
         self._timeout = timeout  # of the queries that are inherited
         self._link = HttpLink(parts.scheme, parts.netloc, token, timeout)
+        self._others: set[HttpLink] = set()
+        """The connections of calls in progress that have one of their own."""
         self._closed = threading.Event()
 
     @property
@@ -59,12 +61,15 @@ class HttpClient(BlockingQueries):
     def _another(self, timeout: float | None) -> Iterator[HttpLink]:
         """A connection for one call. Raises DeadlineExceeded if the server does not answer in time."""
         with closing(self._link.another(timeout)) as link:
+            self._others.add(link)
             try:
                 yield link
             except ConnectionLost as error:
                 if timeout is None or not isinstance(error.__cause__, TimeoutError):
                     raise
                 raise DeadlineExceeded(f"{self._url} did not answer within {timeout:g} s") from error
+            finally:
+                self._others.discard(link)
 
     def _path_of(self, what: str, model: str, version: int | str | None) -> str:
         path = f"{self._path}/shmserve/{what}"
@@ -135,9 +140,10 @@ class HttpClient(BlockingQueries):
         self._closed.wait(seconds)
 
     def close(self) -> None:
-        """Closes the connection; a call in progress fails."""
+        """Closes the connections; calls in progress fail."""
         self._closed.set()
-        self._link.close()
+        for link in (self._link, *self._others):
+            link.close()
 
 
 def _timeout(seconds: float | None) -> dict[str, Any]:

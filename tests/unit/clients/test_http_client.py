@@ -1,10 +1,12 @@
-"""The client over HTTP, and the command that chats: events that are errors, and the names of models."""
+"""The client over HTTP, and the command that chats: answers that are errors, late or of another protocol."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
+from threading import Event
 
 import pytest
 
@@ -13,15 +15,21 @@ from shmserve.clients.cli.commands import chat, completion
 from shmserve.clients.cli.commands.chat import ChatEndpoint, Conversation
 from shmserve.clients.cli.parser import parser
 from shmserve.clients.http_client import HttpClient
-from shmserve.errors import DeadlineExceeded, Internal, ModelFailed, ServeError
+from shmserve.errors import ConnectionLost, DeadlineExceeded, Internal, ModelFailed, ServeError
 from tests.support.cases import cases
 from tests.support.http_endpoint import Endpoint
+from tests.support.patience import PATIENCE_S
 
 
 class Echo(Endpoint):
     """Answers a POST with its field `event` as an event, and a GET with models or the metadata of one."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = Event()
+
     def handle(self, request: BaseHTTPRequestHandler) -> None:
+        self.asked.set()
         self.gate.wait()
         metadata = {"outputs": [{"name": "y", "datatype": "FP32"}]}
         text = json.dumps([{"name": "m"}] if request.path == "/shmserve/models" else metadata)
@@ -85,6 +93,20 @@ def test_a_timeout_is_not_a_lost_connection(endpoint: Echo, url: str) -> None:
         for call in (client.load, lambda model, timeout: client.infer(model, {}, timeout=timeout)):
             with pytest.raises(DeadlineExceeded, match=rf"{url} did not answer within 0\.01 s"):
                 call("m", timeout=0.01)
+
+
+def test_close_ends_the_operations_of_other_threads(endpoint: Echo, url: str) -> None:
+    """As Ctrl-C does during a load."""
+    endpoint.gate.clear()
+    client = HttpClient(url)
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(client.load, "m")
+        try:
+            assert endpoint.asked.wait(PATIENCE_S)
+            client.close()
+            assert isinstance(load.exception(PATIENCE_S), ConnectionLost)
+        finally:
+            endpoint.gate.set()
 
 
 def test_models_of_a_chat_are_completed(url: str) -> None:
