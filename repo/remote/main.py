@@ -165,8 +165,8 @@ class Mirrors:
         try:
             names = mirror.models()
         except StoreError as error:
-            text = f"model repository {mirror.address} cannot be read: {error}; its models are served unchanged"
-            self._report_problem(mirror, "", text)
+            served = "; its models are served unchanged" if self._cache.published(mirror.key) else ""
+            self._report_problem(mirror, "", f"model repository {mirror.address} cannot be read: {error}{served}")
             return False
         outcomes = [future.result() for future in [self._models.submit(mirror.sync, name, settle_s) for name in names]]
         for outcome in outcomes:

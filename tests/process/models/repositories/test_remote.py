@@ -179,6 +179,7 @@ def test_changes_are_polled_and_models_survive_a_lost_store(store: ObjectStore, 
         until(client, lambda: living.ready(client, "late") == ["1"])
         until(client, client.ready)
         assert answer(client, "late") == 1
+        assert "served unchanged" not in server.log, "there was nothing to serve"
     with pytest.raises(RuntimeError, match="ended with code 1 before it was ready"):
         Server(local, "--model-repository", f"{proxy.url}3", "--exit-on-error", *cache).start()
     server = Server(local, "--model-repository", url, *follow, *cache)
