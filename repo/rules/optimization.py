@@ -14,12 +14,15 @@ from shmserve.repo.config.complete import needs_completion
 from shmserve.repo.config.schema import (
     ModelConfig,
     ModelOptimizationPolicyCudaGraphSpec,
+    ModelOptimizationPolicyExecutionAccelerators,
     ModelOptimizationPolicyExecutionAcceleratorsAccelerator,
 )
 from shmserve.repo.parameters import CHAT_TEMPLATE
 from shmserve.repo.rules.onnx_options import ONNX_ON_CPU, ONNX_ON_GPU, option_problems, parameter_problems, typos
 from shmserve.repo.rules.values import LARGEST, Check, flag, whole
 
+_PATH = "optimization.execution_accelerators"
+"""The field with the execution accelerators."""
 _COUNT = whole(LARGEST)
 _PADDLE_OPTIONS: dict[str, Check] = {"capacity": _COUNT, "cpu_threads": _COUNT, "use_fp16": flag, "use_int8": flag}
 """The options of its accelerator mkldnn."""
@@ -40,7 +43,6 @@ _CAPTURING = ("pytorch", "tensorrt")
 """Backends that use CUDA graphs."""
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 """A tag of training programs, which llama.cpp ignores."""
-_Accelerators = Sequence[ModelOptimizationPolicyExecutionAcceleratorsAccelerator]
 
 
 class SettingProblem(NamedTuple):
@@ -53,48 +55,64 @@ class SettingProblem(NamedTuple):
 
 def setting_problems(config: ModelConfig) -> Iterator[SettingProblem]:
     """All problems of a completed configuration."""
-    optimization = config.optimization
-    kinds = {group.kind for group in config.instance_group}
-    if optimization is not None and optimization.execution_accelerators is not None:
-        listed = optimization.execution_accelerators
-        path = "optimization.execution_accelerators"
-        if config.backend == "onnxruntime" and "KIND_GPU" in kinds:
-            yield from _wrong(f"{path}.gpu_execution_accelerator", listed.gpu_execution_accelerator, ONNX_ON_GPU)
-        if config.backend == "onnxruntime" and "KIND_CPU" in kinds:
-            yield from _wrong(f"{path}.cpu_execution_accelerator", listed.cpu_execution_accelerator, ONNX_ON_CPU)
-        if config.backend == "tensorflow" and "KIND_GPU" in kinds:
-            for index, accelerator in enumerate(listed.gpu_execution_accelerator):
-                text = _unsupported(accelerator.name, _TENSORFLOW_ON_GPU)
-                yield SettingProblem(f"{path}.gpu_execution_accelerator[{index}].name", text)
     if config.backend == "onnxruntime":
-        values = {key: entry.string_value for key, entry in config.parameters.items()}
-        for key, text in parameter_problems(values):
-            yield SettingProblem(f'parameters["{key}"]', text)
-        for key, text in typos(values):
-            yield SettingProblem(f'parameters["{key}"]', text, fails=False)
-    if config.backend == "paddle":
+        yield from _onnx_problems(config)
+    elif config.backend == "tensorflow":
+        for index, accelerator in enumerate(_accelerators(config).gpu_execution_accelerator if _on_gpu(config) else ()):
+            text = _unsupported(accelerator.name, _TENSORFLOW_ON_GPU)
+            yield SettingProblem(f"{_PATH}.gpu_execution_accelerator[{index}].name", text)
+    elif config.backend == "paddle":
         yield from paddle_problems(config)
-    if optimization is not None and optimization.graph is not None and config.backend == "onnxruntime":
-        if text := onnx_level_problem(optimization.graph.level):
-            yield SettingProblem("optimization.graph.level", text)
-    if optimization is not None and optimization.cuda is not None and optimization.cuda.graphs:
-        names = None if needs_completion(config) else [tensor.name for tensor in config.input]
-        for index, spec in enumerate(optimization.cuda.graph_spec if config.backend in _CAPTURING else ()):
-            field, text = graph_spec_problem(spec, config.max_batch_size, names)
-            if text and "KIND_GPU" in kinds:
-                yield SettingProblem(f"optimization.cuda.graph_spec[{index}].{field}", text)
+    elif config.backend in _CAPTURING and _on_gpu(config):
+        yield from _graph_problems(config)
     if CHAT_TEMPLATE.is_set(config) and (text := template_problem(CHAT_TEMPLATE.read(config), config.backend)):
         yield SettingProblem(CHAT_TEMPLATE.path, text)
 
 
-def accelerator_problem(name: str, known: Collection[str], earlier: Collection[str] = ()) -> str:
+def _on_gpu(config: ModelConfig) -> bool:
+    return any(group.kind == "KIND_GPU" for group in config.instance_group)
+
+
+def _accelerators(config: ModelConfig) -> ModelOptimizationPolicyExecutionAccelerators:
+    listed = config.optimization.execution_accelerators if config.optimization is not None else None
+    return listed if listed is not None else ModelOptimizationPolicyExecutionAccelerators()
+
+
+def _onnx_problems(config: ModelConfig) -> Iterator[SettingProblem]:
+    listed = _accelerators(config)
+    if _on_gpu(config):
+        yield from _wrong(f"{_PATH}.gpu_execution_accelerator", listed.gpu_execution_accelerator, ONNX_ON_GPU)
+    if any(group.kind == "KIND_CPU" for group in config.instance_group):
+        yield from _wrong(f"{_PATH}.cpu_execution_accelerator", listed.cpu_execution_accelerator, ONNX_ON_CPU)
+    values = {key: entry.string_value for key, entry in config.parameters.items()}
+    for key, text in parameter_problems(values):
+        yield SettingProblem(f'parameters["{key}"]', text)
+    for key, text in typos(values):
+        yield SettingProblem(f'parameters["{key}"]', text, fails=False)
+    graph = config.optimization.graph if config.optimization is not None else None
+    if graph is not None and (text := onnx_level_problem(graph.level)):
+        yield SettingProblem("optimization.graph.level", text)
+
+
+def _graph_problems(config: ModelConfig) -> Iterator[SettingProblem]:
+    cuda = config.optimization.cuda if config.optimization is not None else None
+    names = None if needs_completion(config) else [tensor.name for tensor in config.input]
+    for index, spec in enumerate(cuda.graph_spec if cuda is not None and cuda.graphs else ()):
+        field, text = graph_spec_problem(spec, config.max_batch_size, names)
+        if text:
+            yield SettingProblem(f"optimization.cuda.graph_spec[{index}].{field}", text)
+
+
+def accelerator_problem(name: str, known: Collection[str], earlier: Collection[str]) -> str:
     """Why an accelerator cannot be requested; "" if it can. `earlier`: those requested before it."""
     if name.lower() not in known:
         return f"unknown Execution Accelerator '{name}' is requested; known here are {', '.join(known)}"
     return f"Execution Accelerator '{name.lower()}' is requested twice" if name.lower() in earlier else ""
 
 
-def _wrong(path: str, accelerators: _Accelerators, known: Collection[str]) -> Iterator[SettingProblem]:
+def _wrong(
+    path: str, accelerators: Sequence[ModelOptimizationPolicyExecutionAcceleratorsAccelerator], known: Collection[str]
+) -> Iterator[SettingProblem]:
     earlier: list[str] = []
     for index, accelerator in enumerate(accelerators):
         if text := accelerator_problem(accelerator.name, known, earlier):
@@ -110,11 +128,8 @@ def paddle_problems(config: ModelConfig) -> Iterator[SettingProblem]:
     for key, entry in config.parameters.items():
         if text := _wrong_value(_PADDLE_PARAMETERS, key, entry.string_value):
             yield SettingProblem(f'parameters["{key}"]', text)
-    optimization = config.optimization
-    listed = optimization.execution_accelerators if optimization is not None else None
-    if listed is None:
-        return
-    path = "optimization.execution_accelerators.{}_execution_accelerator[{}].{}".format
+    listed = _accelerators(config)
+    path = (_PATH + ".{}_execution_accelerator[{}].{}").format
     for index, accelerator in enumerate(listed.gpu_execution_accelerator):
         yield SettingProblem(path("gpu", index, "name"), _unsupported(accelerator.name, _PADDLE_ON_GPU))
     for index, accelerator in enumerate(listed.cpu_execution_accelerator):
