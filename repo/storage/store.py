@@ -259,15 +259,7 @@ class _Scan:
         if examined.completed.model_repository_agents and not self._prepared:
             return selected
         for number in selected:
-            try:
-                why = _missing_file(self._path / str(number), examined.completed)
-                if not why and examined.completed.backend == "pytorch" and self._lacks_tensors():
-                    why = _no_program(self._path / str(number) / examined.completed.default_model_filename)
-                    if why:
-                        self._problems = [problem for problem in self._problems if problem.path not in _TENSORS]
-            except OSError as error:
-                why = f"cannot be read: {error.strerror or type(error).__name__}"
-            if why:
+            if why := self._missing_part(self._path / str(number), examined.completed):
                 self._missing[number] = why
         served = tuple(number for number in selected if number not in self._missing)
         for number, why in self._missing.items():
@@ -280,8 +272,18 @@ class _Scan:
     def _has_backend(self, config: ModelConfig) -> bool:
         return config.backend in {*self._backends, ""} or has_library(config, self._path)
 
-    def _lacks_tensors(self) -> bool:
-        return any(problem.path in _TENSORS for problem in self._problems)
+    def _missing_part(self, folder: Path, config: ModelConfig) -> str:
+        """What a version lacks; "" if nothing."""
+        try:
+            why = _missing_file(folder, config)
+            if why or config.backend != "pytorch" or all(problem.path not in _TENSORS for problem in self._problems):
+                return why
+            why = _no_program(folder / config.default_model_filename)
+        except OSError as error:
+            return f"cannot be read: {error.strerror or type(error).__name__}"
+        if why:  # which is also why its tensors are unknown
+            self._problems = [problem for problem in self._problems if problem.path not in _TENSORS]
+        return why
 
     def _version_directories(self) -> tuple[int, ...]:
         numbers: list[int] = []
