@@ -104,14 +104,8 @@ _rows("ModelOutput", _X, "only TensorRT has non-linear formats", "is_non_linear_
 
 _rows("BatchInput", _Y, "not for models that receive requests one by one", "kind", "target_name", "data_type")
 _rows("BatchInput", _Y, "exactly one input", "source_input")
-_rows(
-    "BatchOutput",
-    _Y,
-    "uses the shapes of the input, including the batch dimension",
-    "target_name",
-    "kind",
-    "source_input",
-)
+_SHAPES = "uses the shapes of the input, including the batch dimension"
+_rows("BatchOutput", _Y, _SHAPES, "target_name", "kind", "source_input")
 
 _rows("ModelVersionPolicy", _Y, "the numerically highest versions", "latest")
 _rows("ModelVersionPolicy", _Y, "every version directory", "all")
@@ -146,24 +140,16 @@ _rows("ModelQueuePolicy", _Y, "0: no limit", "default_timeout_microseconds", "ma
 _rows("ModelQueuePolicy", _Y, "a request may set a shorter timeout", "allow_timeout_override")
 
 _rows("ModelDynamicBatching", _Y, "default: the largest batch", "preferred_batch_size")
-_rows(
-    "ModelDynamicBatching",
-    _Y,
-    "maximum time that the oldest request waits for a batch to fill",
-    "max_queue_delay_microseconds",
-)
+_DELAY = "maximum time that the oldest request waits for a batch to fill"
+_rows("ModelDynamicBatching", _Y, _DELAY, "max_queue_delay_microseconds")
 _rows("ModelDynamicBatching", _Y, "responses are sent in the order of the requests", "preserve_ordering")
 _rows("ModelDynamicBatching", _Y, "0: no priorities; level 1 is the highest", "priority_levels")
 _rows("ModelDynamicBatching", _Y, "level of requests without a priority", "default_priority_level")
 _rows("ModelDynamicBatching", _Y, "limits of the queue", "default_queue_policy", "priority_queue_policy")
 
 _rows("ModelSequenceBatching", _Y, "default: direct", "direct", "oldest")
-_rows(
-    "ModelSequenceBatching",
-    _Y,
-    "default: 1 s; the worker is notified when a sequence expires",
-    "max_sequence_idle_microseconds",
-)
+_IDLE = "default: 1 s; the worker is notified when a sequence expires"
+_rows("ModelSequenceBatching", _Y, _IDLE, "max_sequence_idle_microseconds")
 _rows("ModelSequenceBatching", _Y, "set by the worker, with the given values or type", "control_input")
 _rows("ModelSequenceBatching", _Y, "kept in the worker's memory", "state")
 _rows("ModelSequenceBatching", _Y, "a request may run many times", "iterative_sequence")
@@ -188,20 +174,9 @@ _rows("ModelEnsembling", _Y, "a step runs when its inputs are available", "step"
 _AHEAD = "responses of a decoupled step in flight to the client; 0: at most 16"
 _rows("ModelEnsembling", _Y, _AHEAD, "max_inflight_requests")
 _rows("ModelEnsembling.Step", _Y, "-1 or 0: latest version", "model_version")
-_rows(
-    "ModelEnsembling.Step",
-    _Y,
-    "the model, and the tensors that it reads and writes",
-    "model_name",
-    "input_map",
-    "output_map",
-)
-_rows(
-    "ModelEnsembling.Step",
-    _N,
-    "a step means the ensemble's own repository if that has the model",
-    "model_namespace",
-)
+_MAPS = "the model, and the tensors that it reads and writes"
+_rows("ModelEnsembling.Step", _Y, _MAPS, "model_name", "input_map", "output_map")
+_rows("ModelEnsembling.Step", _N, "a step means the ensemble's own repository if that has the model", "model_namespace")
 
 _rows("ModelParameter", _Y, "passed to the backend unchanged", "string_value")
 

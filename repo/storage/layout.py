@@ -99,11 +99,7 @@ def repository_of(path: Path) -> Path | None:
 
 
 def inspect_model(
-    folder: Path,
-    config: ModelConfig | None,
-    selected: Sequence[int],
-    directory: str | Path,
-    warnings_only: bool,
+    folder: Path, config: ModelConfig | None, selected: Sequence[int], directory: str | Path, warnings_only: bool
 ) -> list[LayoutFinding]:
     """All findings about one model. `config` is the completed configuration, if known; `selected` are the versions to
     be served. `warnings_only`: without checks of the contents of model files that find only errors.

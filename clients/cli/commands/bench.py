@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shmserve.clients.cli.commands.base import (
-    StatusLine,
-    next_step,
-    print_json,
-    print_text,
-    screen_of,
-    write_file,
-)
+from shmserve.clients.cli.commands.base import StatusLine, next_step, print_json, print_text, screen_of, write_file
 from shmserve.clients.cli.contexts import place_of
 from shmserve.errors import InvalidRequest
 from shmserve.terminal.errors import Failed, Misuse

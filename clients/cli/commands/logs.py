@@ -12,15 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import (
-    LEVELS,
-    complain,
-    connected,
-    next_step,
-    print_json,
-    print_text,
-    screen_of,
-)
+from shmserve.clients.cli.commands.base import LEVELS, complain, connected, next_step, print_json, print_text, screen_of
 from shmserve.errors import ConnectionLost, DeadlineExceeded, Unavailable
 from shmserve.terminal.console import BAD, FAINT, WARN, Screen
 from shmserve.terminal.errors import Failed
