@@ -37,9 +37,10 @@ class Client(BlockingQueries):
     `ipc:///path/broker.sock`, or `tcp://host:port`. The first call that needs the connection opens it; a lost
     connection is reopened, with retries for up to `reconnect_timeout` seconds. `timeout` is the default for `infer`,
     `submit`, `stream` and queries, in seconds. `memory` selects how large tensors are passed over ipc: posix (named
-    shared memory) or frames (copies). `memory_bytes` limits the shared memory for inputs and `empty`. Over tcp,
-    `key_file` is the client's own NAME.key from `shmserve keygen`, and `server_key` the server's public key or its
-    file; the defaults are SHMSERVE_KEY_FILE and SHMSERVE_SERVER_KEY.
+    shared memory) or frames (copies). `memory_bytes` limits the shared memory for inputs and `empty`. `name` is shown
+    in the server's log and statistics (default: that of the program). Over tcp, `key_file` is the client's own NAME.key
+    from `shmserve keygen`, and `server_key` the server's public key or its file; the defaults are SHMSERVE_KEY_FILE and
+    SHMSERVE_SERVER_KEY.
     """
 
     def __init__(
