@@ -68,6 +68,7 @@ def convert(args: argparse.Namespace) -> int:
 
 
 def quantize(args: argparse.Namespace) -> int:
+    from shmserve.repo.starters.starter import starter_of
     from shmserve.terminal.console import Column
     from shmserve.terminal.tables import bytes_text, duration_text
     from shmserve.tools.convert.agreement import times
@@ -80,8 +81,8 @@ def quantize(args: argparse.Namespace) -> int:
 
     with _compared(args, make) as compared:
         measured = {rows: times(compared.ask, requests) for rows, requests in compared.requests.items()}
-        files = (compared.original.file, next(iter(compared.starter.files.values())))
-        sizes = [file.stat().st_size for file in files]
+        starters = starter_of(str(compared.original.file)), compared.starter
+        sizes = [sum(file.stat().st_size for file in starter.files.values()) for starter in starters]
         columns = [Column("MODEL"), Column("FILE", right=True)]
         columns += [Column(f"{rows} ROW{'S' * (rows > 1)}", right=True) for rows in measured]
         rows = [

@@ -100,13 +100,16 @@ def test_tensorflow_and_paddle(kind: str, file: str, converter: str, tmp_path: P
 
 @pytest.mark.parametrize("precision", ["int8", "int8-static", "fp16"])
 def test_quantize(precision: str, tmp_path: Path) -> None:
-    pytest.importorskip("onnx")
+    onnx = pytest.importorskip("onnx")
+    source = tmp_path / "mlp.onnx"
+    onnx.save(onnx.load(MLP), source, save_as_external_data=True, location="weights", size_threshold=0)
     np.save(tmp_path / "x.npy", np.random.default_rng(0).random((40, 64), np.float32))
     rows = ("--input", f"x=@{tmp_path / 'x.npy'}") if precision == "int8-static" else ()
-    document = written(tmp_path, "quantize", "small", "--from", MLP, "--precision", precision, *rows)
+    document = written(tmp_path, "quantize", "small", "--from", source, "--precision", precision, *rows)
     (output,) = document["outputs"]
     assert 0 < output["largest"] < 0.1 * output["value"]
     assert output["same_class"] > 0.5
+    assert document["bytes"]["original"] > MLP.stat().st_size - 1000, "the weights are in a file of their own"
     assert document["bytes"]["new"] < 0.6 * document["bytes"]["original"]
     assert set(document["seconds"]) == ({"8"} if rows else {"1", "3", "8"})
 
