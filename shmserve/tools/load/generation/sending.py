@@ -12,18 +12,15 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from itertools import count
 from typing import Any
 
 from shmserve.errors import ServeError
 from shmserve.tools.load.generation.messages import COLUMNS, Samples
-from shmserve.tools.load.plan import Sequences
+from shmserve.tools.load.plan import SECOND, Sequences
 from shmserve.tools.load.targets.base import RequestSlot, SequencePart
 
-_MONOTONIC = 1
 _ABSOLUTE = 1
 _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC
-SECOND = 1_000_000_000
 
 
 class _Times(ctypes.Structure):
@@ -35,7 +32,7 @@ class MonotonicTimer:
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
-        self._fd = self._libc.timerfd_create(_MONOTONIC, _FLAGS)
+        self._fd = self._libc.timerfd_create(time.CLOCK_MONOTONIC, _FLAGS)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create")
         self._waiting: asyncio.Future[None] | None = None
@@ -150,9 +147,9 @@ class LoadSender:
         clock: Callable[[], int],
         until: Callable[[int], Awaitable[None]],
         *,
-        stream: bool = False,
-        sequences: Sequences | None = None,
-        ids: Iterator[int] | None = None,
+        stream: bool,
+        sequences: Sequences | None,
+        ids: Iterator[int],
         first_body: int = 0,
     ) -> None:
         self.recorder = ResponseRecorder()
@@ -164,7 +161,7 @@ class LoadSender:
         self._until = until
         self._stream = stream
         self._length = sequences.length if sequences is not None else 0
-        self._ids = ids or count(1)
+        self._ids = ids
         self._number = first_body
         self._running = False
         self._slots: list[RequestSlot] = []
@@ -220,18 +217,20 @@ class LoadSender:
     async def _open_caller(self, at: int | None) -> None:
         slot = self._slots.pop() if self._slots else await self._open_slot()
         parts = _Parts(self._length, self._ids)
-        while at is not None:
-            await self._one(slot, parts.next(), at)
-            if not self._running:
-                break
-            if self._pending:
-                at = self._pending.popleft()
-            else:
-                idle: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-                self._idle.append(idle)
-                at = await idle
-        await self._finish(slot, parts)
-        self._slots.append(slot)
+        try:
+            while at is not None:
+                await self._one(slot, parts.next(), at)
+                if not self._running:
+                    break
+                if self._pending:
+                    at = self._pending.popleft()
+                else:
+                    idle: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+                    self._idle.append(idle)
+                    at = await idle
+            await self._finish(slot, parts)
+        finally:  # even if the request was cancelled: the next load uses the slot again
+            self._slots.append(slot)
 
     @property
     def is_dispatching(self) -> bool:

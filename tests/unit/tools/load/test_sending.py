@@ -93,7 +93,8 @@ def waited(arrivals: Sequence[int], services: Sequence[int]) -> list[int]:
 
 
 def sender_to(server: Server, bodies: Sequence[str] = ("body",), **options: Any) -> LoadSender:
-    return LoadSender(list(bodies), server.open_slot, server.time.clock, server.time.until, **options)
+    chosen = {"stream": False, "sequences": None, "ids": count(1)} | options
+    return LoadSender(list(bodies), server.open_slot, server.time.clock, server.time.until, **chosen)
 
 
 async def stopped(sender: LoadSender, time: Time) -> Any:
@@ -145,6 +146,20 @@ def test_the_end_of_an_open_loop(times: Iterator[int], limit: int, until: int, s
         return len(server.bodies), await sender.stop(0 if in_flight else 60)
 
     assert asyncio.run(run()) == (sent, in_flight)
+
+
+def test_a_load_uses_the_slots_of_requests_that_were_cancelled_before() -> None:
+    async def run() -> int:
+        time = Time()
+        server = Server(time, repeat(1000))
+        sender = sender_to(server)
+        for _ in range(3):
+            sender.start_open(iter([0, 0]), time.now, 2)
+            await time.run(time.now + 10)
+            assert await sender.stop(0) == 2
+        return server.slots
+
+    assert asyncio.run(run()) == 2
 
 
 def test_a_closed_loop_keeps_its_callers_busy() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine
+from itertools import count
 from typing import Any
 
 import pytest
@@ -85,7 +86,9 @@ def observed(
         return slot
 
     async def run() -> Observation:
-        return await asyncio.wait_for(load(LoadSender([{}], opened_slot, clock.read, clock.until)), 60)
+        unused: Any = {"stream": False, "sequences": None, "ids": count(1)}
+        sender = LoadSender([{}], opened_slot, clock.read, clock.until, **unused)
+        return await asyncio.wait_for(load(sender), 60)
 
     return asyncio.run(run())
 
