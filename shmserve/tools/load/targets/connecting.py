@@ -15,8 +15,6 @@ from shmserve.tools.load.plan import GRPC, Endpoint
 _PROTOCOLS = {GRPC: "h2"}
 """Protocol to request with ALPN; http/1.1 for all others."""
 Connection = TypeVar("Connection", bound=asyncio.Protocol)
-
-
 _FULL = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)
 """Errors when this machine has no descriptor or port for another connection."""
 HANDSHAKE_S = 10.0

@@ -32,7 +32,7 @@ class GrpcTarget:
         self._endpoint = endpoint
         self._tls = tls_of(endpoint)
         self._methods = methods(INFERENCE)
-        self._connections: list[GrpcConnection] = []
+        self._slots: list[_GrpcSlot] = []
         self._control: GrpcConnection | None = None
         self._request = message_class("inference.ModelInferRequest")
         self._response = message_class("inference.ModelStreamInferResponse")
@@ -54,10 +54,10 @@ class GrpcTarget:
         return _Body(request, options, self._request)
 
     async def slot(self) -> RequestSlot:
-        connection = await self._connect()
-        return _GrpcSlot(
-            connection, self._connect, self._head("ModelInfer"), self._head("ModelStreamInfer"), self._response
-        )
+        heads = self._head("ModelInfer"), self._head("ModelStreamInfer")
+        slot = _GrpcSlot(await self._connect(), self._connect, *heads, self._response)
+        self._slots.append(slot)
+        return slot
 
     async def statistics(self, model: str, version: str) -> dict[str, Any]:
         try:
@@ -66,21 +66,26 @@ class GrpcTarget:
             return {}
 
     async def close(self) -> None:
-        for connection in self._connections:
-            connection.close()
+        for slot in self._slots:
+            slot.close()
+        if self._control is not None:
+            self._control.close()
 
     async def _connect(self) -> GrpcConnection:
         connection = await connect(GrpcConnection, self._endpoint, self._tls)
-        self._connections.append(connection)
-        await self._in_time(connection.ready, "the connection")
+        await self._in_time(connection, connection.ready, "the connection")
         return connection
 
-    async def _in_time(self, answer: asyncio.Future[None], what: str) -> None:
+    async def _in_time(self, connection: GrpcConnection, answer: asyncio.Future[None], what: str) -> None:
+        """Waits for an answer on the connection."""
         try:
             await asyncio.wait_for(answer, base.ASK_S)
-        except TimeoutError as error:
+        except asyncio.TimeoutError as error:
             text = f"{self._endpoint.origin} has not answered {what} within {base.ASK_S:g} s"
             raise ConnectionLost(f"{text}: is it a KServe server?") from error
+        finally:
+            if answer.cancelled():  # there was none in time, or the load has ended
+                connection.close()
 
     def _head(self, method: str) -> bytes:
         endpoint = self._endpoint
@@ -94,11 +99,7 @@ class GrpcTarget:
             self._control = await self._connect()
         results: list[bytes] = []
         control = self._control
-        try:
-            await self._in_time(control.call(self._head(method), request, results.append), method)
-        except ConnectionLost:
-            control.close()
-            raise
+        await self._in_time(control, control.call(self._head(method), request, results.append), method)
         answer = message_class(kind.output_type.full_name).FromString(b"".join(results))
         document: dict[str, Any] = json_format.MessageToDict(
             answer, preserving_proto_field_name=True, descriptor_pool=POOL
@@ -146,6 +147,9 @@ class _GrpcSlot:
         self._infer = infer
         self._stream = stream
         self._response = response
+
+    def close(self) -> None:
+        self._connection.close()
 
     async def send(self, body: Any, part: SequencePart | None) -> None:
         if self._connection.closed:

@@ -107,17 +107,19 @@ class HttpConnections:
             f"{name}: {value}\r\n" for name, value in endpoint.headers
         )
         """The first headers of each request."""
-        self._connections: list[HttpClientConnection] = []
+        self._callers: list[HttpCaller] = []
         self._control: HttpClientConnection | None = None
 
     async def caller(self) -> HttpCaller:
-        connection = await self._connect()
-        self._connections.append(connection)
-        return HttpCaller(connection, self._connect)
+        caller = HttpCaller(await self._connect(), self._connect)
+        self._callers.append(caller)
+        return caller
 
     def close(self) -> None:
-        for connection in (*self._connections, *filter(None, [self._control])):
-            connection.close()
+        for caller in self._callers:
+            caller.close()
+        if self._control is not None:
+            self._control.close()
 
     async def _connect(self) -> HttpClientConnection:
         return await connect(HttpClientConnection, self._endpoint, self._tls)
@@ -129,7 +131,7 @@ class HttpConnections:
         request = f"GET {path} HTTP/1.1\r\n{self.head}\r\n"
         try:
             status, body = await asyncio.wait_for(self._control.ask(request.encode()), base.ASK_S)
-        except TimeoutError as error:
+        except asyncio.TimeoutError as error:
             self._control.close()
             text = f"{self._endpoint.origin} has not answered GET {path} within {base.ASK_S:g} s"
             raise ConnectionLost(f"{text}: is it a KServe server?") from error
@@ -148,6 +150,9 @@ class HttpCaller:
     ) -> None:
         self._connection = connection
         self._connect = connect
+
+    def close(self) -> None:
+        self._connection.close()
 
     async def ask(self, request: bytes, on_event: OnEvent | None = None) -> None:
         if self._connection.closed:  # by the server, after an error or when idle

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from shmserve.errors import ConnectionLost, InvalidRequest, ModelFailed, ServeError
 from shmserve.tools.load.generation.sending import Answers, ResponseRecorder
 from shmserve.tools.load.plan import Endpoint
+from shmserve.tools.load.targets import http_connection
 from shmserve.tools.load.targets.connecting import connect
 from shmserve.tools.load.targets.http import HttpTarget
 from shmserve.tools.load.targets.http_connection import HttpClientConnection
@@ -121,6 +122,30 @@ def test_the_tokens_of_a_language_model(events: list[bytes], answers: int, token
     assert len(recorder.gap) == max(0, answers - 1)
     if not failing:
         assert (receive.prompt, receive.output) == tokens
+
+
+def test_a_target_closes_the_connection_that_has_replaced_a_closed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[HttpClientConnection] = []
+
+    async def open_one(*_: Any) -> HttpClientConnection:
+        opened.append(HttpClientConnection())
+        opened[-1].connection_made(mock.create_autospec(asyncio.Transport))
+        return opened[-1]
+
+    async def run() -> list[bool]:
+        monkeypatch.setattr(http_connection, "connect", open_one)
+        target = HttpTarget(Endpoint(url="http://127.0.0.1:1"))
+        slot = await target.slot()
+        opened[0].close()
+        asking = asyncio.ensure_future(slot.send(SimpleNamespace(request=lambda part: b""), None))
+        while len(opened) < 2:
+            await asyncio.sleep(0)
+        await target.close()
+        closed = [connection.closed for connection in opened]
+        asking.cancel()
+        return closed
+
+    assert asyncio.run(run()) == [True, True]
 
 
 def test_no_descriptor_for_another_connection(monkeypatch: pytest.MonkeyPatch) -> None:
