@@ -6,7 +6,7 @@ Invariant: the same seed gives the same prompts, so that all generator processes
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -62,25 +62,37 @@ def _from_file(path: Path) -> Iterator[PromptRequest]:
         entries = json.loads(text) if text.lstrip().startswith("[") else list(map(json.loads, text.splitlines()))
     except ValueError as error:
         raise Misuse(f"{path} has neither one JSON object per line nor one JSON list: {error}") from error
-    prompts = [prompt for entry in entries if (prompt := _prompt_of(entry)) is not None]
+    read = [_prompt_of(entry, f"{path}, entry {number}") for number, entry in enumerate(entries, 1)]
+    prompts = [prompt for prompt in read if prompt is not None]
     if not prompts:
         raise Misuse(f"{path} has no entry with 'prompt', 'messages' or 'conversations'")
     yield from prompts
 
 
-def _prompt_of(entry: Any) -> PromptRequest | None:
+def _prompt_of(entry: Any, where: str) -> PromptRequest | None:
     """None for an entry without a prompt, such as a ShareGPT conversation that the assistant begins."""
     if isinstance(entry, str):
         return PromptRequest(text=entry, max_tokens=0)
     if not isinstance(entry, dict):
         return None
-    entry = entry.get("body", entry)  # of OpenAI's batches
-    tokens = entry.get("output_tokens") or entry.get("max_tokens") or 0
+    if isinstance(body := entry.get("body"), dict):  # of OpenAI's batches
+        entry = body
+    tokens = _tokens_of(entry, where)
     if isinstance(entry.get("messages"), list):
-        return PromptRequest(messages=entry["messages"], max_tokens=int(tokens))
+        return PromptRequest(messages=entry["messages"], max_tokens=tokens)
     turns = entry.get("conversations")
     if isinstance(turns, list):
-        text = turns[0].get("value") if turns and turns[0].get("from") in ("human", "user") else None
+        first = turns[0] if turns and isinstance(turns[0], dict) else {}
+        text = first.get("value") if first.get("from") in ("human", "user") else None
     else:
         text = next((entry[name] for name in ("prompt", "text_input", "text") if name in entry), None)
-    return PromptRequest(text=text, max_tokens=int(tokens)) if isinstance(text, str) else None
+    return PromptRequest(text=text, max_tokens=tokens) if isinstance(text, str) else None
+
+
+def _tokens_of(entry: Mapping[str, Any], where: str) -> int:
+    """The length of the output; 0: not given."""
+    tokens = entry.get("output_tokens") or entry.get("max_tokens") or 0
+    try:
+        return int(tokens)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Misuse(f"{where}: {tokens!r} is not a number of tokens") from error

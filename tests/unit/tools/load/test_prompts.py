@@ -50,12 +50,15 @@ LINES = (
     {"messages": [{"role": "user", "content": "two"}]},
     {"custom_id": "3", "body": {"messages": [{"role": "user", "content": "three"}], "max_tokens": 6}},
     {"text": "four"},
+    {"body": "no object", "text": "five"},
+    {"conversations": ["no object"]},
 )
 MADE = [
     PromptRequest(text="one", max_tokens=5),
     PromptRequest(messages=[{"role": "user", "content": "two"}], max_tokens=DEFAULT_OUTPUT),
     PromptRequest(messages=[{"role": "user", "content": "three"}], max_tokens=6),
     PromptRequest(text="four", max_tokens=DEFAULT_OUTPUT),
+    PromptRequest(text="five", max_tokens=DEFAULT_OUTPUT),
 ]
 
 
@@ -71,6 +74,7 @@ def test_prompts_of_files(tmp_path: Path) -> None:
 
 @cases(
     ("{}", "has no entry with 'prompt'"),
+    ('{"prompt": "x"}\n{"prompt": "y", "max_tokens": "many"}', "file, entry 2: 'many' is not a number of tokens"),
     ("no JSON", "has neither one JSON object per line nor one JSON list"),
     (None, "cannot read .*: No such file"),
 )
