@@ -9,7 +9,6 @@ import subprocess
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -81,7 +80,7 @@ async def _echo(kind: str, facts: ModelFacts) -> AsyncIterator[str]:
         "config": {"max_batch_size": facts.max_batch},
     }
     with tempfile.TemporaryDirectory(prefix="shmserve-echo-") as folder, open(reader) as ready:
-        command = [*python(), "-m", "shmserve.tools.load.echo", kind, str(Path(folder)), str(writer)]
+        command = [*python(), "-m", "shmserve.tools.load.echo", kind, folder, str(writer)]
         try:
             with interrupts.blocked_in_children():
                 process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[writer], text=True)

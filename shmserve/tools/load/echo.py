@@ -22,6 +22,7 @@ import zmq
 from shmserve.http2 import frames
 from shmserve.paths import BROKER, LANE
 from shmserve.protocol import codec
+from shmserve.protocol.descriptors import DESCRIPTORS
 from shmserve.protocol.messages import (
     PACKET_BYTES,
     PROTOCOL,
@@ -41,8 +42,6 @@ from shmserve.tools.load.plan import GRPC, HTTP
 UNIX, IPC = "unix", "ipc"
 OUTPUT = Tensor("output", "FP32", (1,), b"\0\0\0\0")
 SERVER = {"name": "echo", "version": "1", "extensions": []}
-RIGHTS = 253
-"""The kernel's limit on descriptors per message."""
 
 
 class _Native:
@@ -92,7 +91,7 @@ def _serve_unix(folder: Path, native: _Native, ready: int) -> None:
 
 def _answer_unix(client: socket.socket, native: _Native) -> bool:
     try:
-        packet, descriptors, _, _ = socket.recv_fds(client, PACKET_BYTES + 1, RIGHTS, socket.MSG_CMSG_CLOEXEC)
+        packet, descriptors, _, _ = socket.recv_fds(client, PACKET_BYTES + 1, DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         for descriptor in descriptors:
             os.close(descriptor)
         for answer in native.answers(packet) if packet else ():
@@ -164,8 +163,8 @@ async def _serve_http(documents: dict[str, Any], ready: int) -> None:
 
 
 class _GrpcEcho(asyncio.Protocol):
-    """A connection. The path of a call is searched in its header block, since the generator's blocks have only
-    literals."""
+    """A connection. `answers`: method -> its response with gRPC's prefix. The path of a call is searched in its header
+    block, since the generator's blocks have only literals."""
 
     def __init__(self, answers: dict[str, bytes]) -> None:
         self._answers = answers
@@ -211,10 +210,10 @@ class _GrpcEcho(asyncio.Protocol):
         elif kind == frames.SETTINGS and not flags & frames.ACK:
             self._transport.write(frames.frame(frames.SETTINGS, frames.ACK, 0))
         if kind in (frames.DATA, frames.HEADERS) and flags & frames.END_STREAM:
-            message = self._answers[self._paths.pop(stream).rpartition("/")[2]]
+            answer = self._answers[self._paths.pop(stream).rpartition("/")[2]]
             self._transport.write(
                 frames.frame(frames.HEADERS, frames.END_HEADERS, stream, _HEAD)
-                + frames.frame(frames.DATA, 0, stream, b"\0" + len(message).to_bytes(4, "big") + message)
+                + frames.frame(frames.DATA, 0, stream, answer)
                 + frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, stream, _TRAILERS)
             )
 
@@ -226,6 +225,7 @@ _TRAILERS = b"\0\x0bgrpc-status\x010"
 
 async def _serve_grpc(documents: dict[str, Any], ready: int) -> None:
     from shmserve.protocol.grpc.messages import filled, message_class
+    from shmserve.tools.load.targets.grpc_connection import framed
 
     answers = {
         "ServerMetadata": filled(message_class("inference.ServerMetadataResponse"), documents["server"]),
@@ -234,7 +234,8 @@ async def _serve_grpc(documents: dict[str, Any], ready: int) -> None:
         "ModelStatistics": b"",
         "ModelInfer": filled(message_class("inference.ModelInferResponse"), {"modelName": "echo"}),
     }
-    server = await asyncio.get_running_loop().create_server(lambda: _GrpcEcho(answers), "127.0.0.1", 0)
+    framed_answers = {method: framed(answer) for method, answer in answers.items()}
+    server = await asyncio.get_running_loop().create_server(lambda: _GrpcEcho(framed_answers), "127.0.0.1", 0)
     _tell(ready, f"grpc://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     await _end_of_input()
     server.close()

@@ -7,7 +7,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from shmserve.tools.load.analysis.windows import (
     timeline,
     window_of,
 )
-from shmserve.tools.load.generation.schedule import describe_rate
+from shmserve.tools.load.generation.schedule import target_rate
 from shmserve.tools.load.generation.team import Generators
 from shmserve.tools.load.plan import SECOND, ClosedLoop, Load, LoadPlan, MeasureSettings
 from shmserve.tools.load.record import Cost, Interval, Language, Latencies, LoadWindow, Point, ServerSide
@@ -89,7 +88,7 @@ class LoadRun:
         After an exception the load continues until the generators stop.
         """
         generators, settings = self._generators, self._settings
-        self._rows = (await generators.ensure(self._processes)).rows
+        self._rows = await generators.ensure(self._processes)
         now = time.monotonic_ns()
         self._start = start = generators.begin(self._load, self._processes, now, self._collector.add)
         await self._wait(start, "warm-up", complete=True)
@@ -157,10 +156,10 @@ class LoadRun:
 
     def _behind(self, windows: list[LoadWindow]) -> str:
         """The text for a server that answers fewer requests than an open loop sends, beyond random variation."""
-        rate = describe_rate(self._load)
-        per_s = fmean(window.good + window.failed for window in windows) * SECOND / fmean(w.length_ns for w in windows)
-        chance = 3 * (rate * sum(window.length_ns for window in windows) / SECOND) ** 0.5
-        chance /= sum(window.length_ns for window in windows) / SECOND
+        rate = target_rate(self._load)
+        seconds = sum(window.length_ns for window in windows) / SECOND
+        per_s = sum(window.good + window.failed for window in windows) / seconds
+        chance = 3 * (rate * seconds) ** 0.5 / seconds
         if not rate or per_s >= min(KEEPS_UP * rate, rate - chance):
             return ""
         return f"{OVERLOADED}: {per_s:,.0f} responses/s to {rate:,.6g} requests/s"
@@ -188,7 +187,7 @@ class LoadRun:
         failed = sum(window.failed for window in windows)
         errors: Counter[str] = Counter()
         for counts in self._errors[first:]:
-            errors += counts
+            errors.update(counts)
         if unanswered and not behind:
             errors[f"no response within {DRAIN_S:g} s after the load"] += unanswered
             failed += unanswered

@@ -181,8 +181,8 @@ class SavedRun(Struct, frozen=True, kw_only=True):
     echo: EchoResult | None = None
 
 
-def encode(run: SavedRun, indent: int = 1) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(run), indent=indent)
+def encode(run: SavedRun) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(run), indent=1)
 
 
 def decode(data: bytes, where: str = "the run") -> SavedRun:

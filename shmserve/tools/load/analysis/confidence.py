@@ -74,7 +74,7 @@ class Stability(Struct, frozen=True):
     note: str
 
 
-def stability(windows: Sequence[LoadWindow], settings: MeasureSettings, throughput: bool = True) -> Stability:
+def stability(windows: Sequence[LoadWindow], settings: MeasureSettings, throughput: bool) -> Stability:
     """Takes the longest stable run of windows that ends with the last one; if there is none, all of them. `throughput`:
     whether throughput must also be stable, which is meaningless in an open loop.
     """

@@ -113,7 +113,8 @@ class Collector:
     def take(self, start: int, end: int) -> ResponseColumns:
         """The same, but drops them and all earlier ones, except those that the progress display still needs."""
         result = self.peek(start, end)
-        self._chunks = [rest for chunk in self._chunks if len((rest := _later(chunk, end - SECOND)).done)]
+        shown = end - SECOND
+        self._chunks = [_chosen(chunk, chunk.done >= shown) for chunk in self._chunks if chunk.done.max() >= shown]
         self._gaps = [(at[at >= end], gap[at >= end]) for at, gap in self._gaps if at[-1] >= end]
         return result
 
@@ -134,10 +135,6 @@ class Collector:
 def _chosen(chunk: ResponseColumns, where: Any) -> ResponseColumns:
     columns = {name: getattr(chunk, name) for name in COLUMNS}
     return replace(chunk, **{name: values[where] for name, values in columns.items() if len(values)})
-
-
-def _later(chunk: ResponseColumns, end: int) -> ResponseColumns:
-    return _chosen(chunk, chunk.done >= end)
 
 
 def _joined(chunks: list[ResponseColumns], gaps: list[tuple[Array, Array]], start: int, end: int) -> ResponseColumns:

@@ -90,6 +90,6 @@ def useful_processes(load: Load, wanted: int) -> int:
     return max(1, min(wanted, load.concurrency)) if isinstance(load, ClosedLoop) else max(1, wanted)
 
 
-def describe_rate(load: Load) -> float:
+def target_rate(load: Load) -> float:
     """The target rate of an open loop; 0 for a closed loop."""
     return load.rate if isinstance(load, OpenLoop | ReplayLoop) else 0.0

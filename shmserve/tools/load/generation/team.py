@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from shmserve.errors import BY_CODE, Internal, UnknownError
+from shmserve.errors import BY_CODE, UnknownError
 from shmserve.paths import python
 from shmserve.system import interrupts
 from shmserve.terminal.errors import Misuse
@@ -22,7 +22,6 @@ from shmserve.tools.load.generation.messages import (
     Ended,
     Prepare,
     Prepared,
-    Report,
     Samples,
     read_report,
     write,
@@ -50,7 +49,7 @@ class _Process:
         self._received = received
         self._process = process
         self._reader, self._writer = reader, writer
-        self._answers: asyncio.Queue[Report] = asyncio.Queue()
+        self._answers: asyncio.Queue[Prepared | Ended | Broken] = asyncio.Queue()
         self._reading = asyncio.ensure_future(self._read())
 
     async def _read(self) -> None:
@@ -103,12 +102,10 @@ async def _started(index: int, received: OnSamples) -> _Process:
     return _Process(index, received, process, *await asyncio.open_connection(sock=ours))
 
 
-def _answer(report: Report) -> Prepared | Ended:
-    if isinstance(report, Prepared | Ended):
-        return report
+def _answer(report: Prepared | Ended | Broken) -> Prepared | Ended:
     if isinstance(report, Broken):
         raise BY_CODE.get(report.code, UnknownError)(report.text) if report.code else Misuse(report.text)
-    raise Internal(f"unexpected message of a generator process: {type(report).__name__}")
+    return report
 
 
 class Generators:
@@ -120,7 +117,8 @@ class Generators:
         """Receives the samples of the current load."""
         self._processes: list[_Process] = []
         self._active: Sequence[_Process] = ()
-        self.prepared: Prepared | None = None
+        self._rows = 1.0
+        """Mean number of rows of a request, as the latest process has reported it."""
 
     async def __aenter__(self) -> Generators:
         return self
@@ -130,8 +128,9 @@ class Generators:
     ) -> None:
         await asyncio.gather(*(process.stop() for process in self._processes))
 
-    async def ensure(self, count: int) -> Prepared:
-        """Starts processes until there are `count`, and lets them prepare."""
+    async def ensure(self, count: int) -> float:
+        """Starts processes until there are `count`, and lets them prepare. Returns the mean number of rows of a
+        request."""
         added = []
         for index in range(len(self._processes), count):
             process = await _started(index, self._received)
@@ -141,9 +140,8 @@ class Generators:
         for process in added:
             answer = await process.answer()
             if isinstance(answer, Prepared):
-                self.prepared = answer
-        assert self.prepared is not None
-        return self.prepared
+                self._rows = answer.rows
+        return self._rows
 
     def _received(self, process: int, samples: Samples) -> None:
         if self._on_samples is not None:

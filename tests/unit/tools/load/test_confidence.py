@@ -38,12 +38,12 @@ def test_intervals_by_hand() -> None:
 
 def test_windows_that_are_stable() -> None:
     windows = [window(number, good) for number, good in enumerate((100, 500, 1000, 1001, 999, 1000))]
-    found = stability(windows, PLAN)
+    found = stability(windows, PLAN, True)
     assert (found.stable, found.first) == (True, 2)
     slower = [window(number, 1000, p50=1e6 * (1 + 0.02 * number)) for number in range(8)]
-    assert stability(slower, MeasureSettings(min_windows=8)).note.startswith("p50 latency drifts by +")
+    assert stability(slower, MeasureSettings(min_windows=8), True).note.startswith("p50 latency drifts by +")
     windows = [window(number, good) for number, good in enumerate((100, 150, 50))]
-    assert stability(windows, PLAN, throughput=False).stable, "its rate is given"
+    assert stability(windows, PLAN, False).stable, "its rate is given"
 
 
 RARE = replace(PLAN, percentile=99.9)
@@ -57,6 +57,6 @@ RARE = replace(PLAN, percentile=99.9)
     ([9, 0, 9], PLAN, "a window without a successful response"),
 )
 def test_the_reason_for_an_unstable_result_is_given(goods: list[int], plan: MeasureSettings, note: str) -> None:
-    found = stability([window(number, good) for number, good in enumerate(goods)], plan)
+    found = stability([window(number, good) for number, good in enumerate(goods)], plan, True)
     assert not found.stable
     assert found.note.startswith(note)
