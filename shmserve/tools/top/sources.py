@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Protocol, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from shmserve.transport.http_link import HttpLink
 
@@ -17,8 +17,6 @@ Step = Mapping[str, Any]
 OPERATIONS = ("load", "unload", "restart")
 FIRST = 0.25
 """A live view reads a second time after this fraction of its interval, to show rates early."""
-
-
 Result = TypeVar("Result")
 
 
@@ -136,11 +134,12 @@ class ServerSource:
         return self._of_gateway(lambda link: recent_of(link, ""), ())
 
     def _of_gateway(self, ask: Callable[[HttpLink], Result], without: Result) -> Result:
-        """`without`: the result if the server has no gateway."""
+        """`without`: the result if the server has no gateway, which listens on the server's machine."""
         port = self._client.activity()["server"].get("ports", {}).get("http")
         if port is None:
             return without
-        with closing(HttpLink("http", f"localhost:{port}", "")) as link:
+        host = urlsplit(self.where).netloc.rpartition(":")[0] or "localhost"  # a URL of a socket has no host
+        with closing(HttpLink("http", f"{host}:{port}", "")) as link:
             return ask(link)
 
     def steps(self, model: str, version: int | None) -> Sequence[Step]:

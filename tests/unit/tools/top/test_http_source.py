@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import trustme
 
 from shmserve.errors import ConnectionLost, Denied, Internal, InvalidRequest, NotFound, Unsupported
 from shmserve.tools.top.http_source import HttpSource, document_of, samples
+from shmserve.tools.top.sources import ServerSource
 from shmserve.tools.top.view import make_view
 from tests.support.cases import cases
 
@@ -132,7 +134,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(tls: ssl.SSLContext | None = None, **more: tuple[int, str]) -> Iterator[tuple[str, type[_Handler]]]:
+def serving(
+    tls: ssl.SSLContext | None = None, host: str = "127.0.0.1", **more: tuple[int, str]
+) -> Iterator[tuple[str, type[_Handler]]]:
     answers = {
         "/v2": (200, json.dumps(SERVER)),
         "/v2/health/ready": (400, ""),
@@ -144,14 +148,14 @@ def serving(tls: ssl.SSLContext | None = None, **more: tuple[int, str]) -> Itera
         "/v2/repository/models/bad/load": (400, '{"error": "load failed for model \'bad\'"}'),
     } | {path.replace("_", "/"): answer for path, answer in more.items()}
     handler = type("Handler", (_Handler,), {"answers": answers, "seen": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = ThreadingHTTPServer((host, 0), handler)
     server.daemon_threads = False
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", handler
+        yield f"http://{host}:{server.server_address[1]}", handler
     finally:
         server.shutdown()
         thread.join()
@@ -200,7 +204,7 @@ FORM = "do not have the form of KServe v2"
 )
 def test_errors_and_other_formats(path: str, status: int, text: str, error: type[Exception], words: str) -> None:
     answers = {path: (status, text)}
-    with serving(None, **answers) as (url, _), source(url, url) as made, pytest.raises(error, match=words):
+    with serving(None, "127.0.0.1", **answers) as (url, _), source(url, url) as made, pytest.raises(error, match=words):
         made.read()
 
 
@@ -219,6 +223,14 @@ def test_connections_that_are_closed_end_or_are_not_trusted() -> None:
         pytest.raises(ConnectionLost, match="CERTIFICATE_VERIFY_FAILED"),
     ):
         made.read()
+
+
+def test_histories_come_from_the_gateway_on_the_machine_of_the_server() -> None:
+    trends = [{"name": "m", "version": "1", "requests": [7.0]}]
+    with serving(host="127.0.0.2", _page_history=(200, json.dumps({"trends": trends}))) as (url, _):
+        about = {"server": {"ports": {"http": int(url.rpartition(":")[2])}}}
+        client: Any = SimpleNamespace(url="tcp://127.0.0.2:8790", activity=lambda: about)
+        assert ServerSource(client).recent() == trends
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://user@x", "http://x?y=1"])
