@@ -246,14 +246,17 @@ class TopApp(TablesApp):
     def open_detail(self) -> None:
         row = self.query_one(TableView).selected
         if row is not None and "model" in row:
-            self.push_screen(DetailScreen(row["model"], row["version"], self.view, self.history), lambda _: self.draw())
+            self.push_screen(DetailScreen(row["model"], row["version"], self.view, self.history), self._detail_closed)
             self.call_after_refresh(self.draw)
-            self._detailed = {}
             if row.get("ensemble", False) is not False:  # None: the source does not know
                 self._detailed[row["model"], row["version"]] = OpenEnsemble()
             self.action_refresh_now()
             if not self.history.of(row["model"], row["version"]).seeded:
                 self.run_worker(self._seed(row["model"], row["version"]), group="history")
+
+    def _detail_closed(self, _: None) -> None:
+        self._detailed.clear()
+        self.draw()
 
     async def _seed(self, model: str, version: int | None) -> None:
         """Shows the minutes before this program was started."""

@@ -20,6 +20,7 @@ from shmserve.tools.top.texts import (
     NOTHING,
     UNKNOWN,
     Line,
+    Span,
     bytes_text,
     count_text,
     fit,
@@ -39,6 +40,8 @@ KEPT = 240
 _LABEL = 11
 _GROUP = _LABEL + 9
 """Width of a name, a value and a gap."""
+_GAP: Span = ("   ", "plain")
+"""Between the parts of a line."""
 _TRENDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("requests_per_s", "req/s", rate_text),
     ("p99", "p99", short_duration),
@@ -117,11 +120,11 @@ def bar(share: float, width: int) -> Line:
     return [("[", "dim"), (drawn[:filled], style), (drawn[filled:], "plain"), ("]", "dim")]
 
 
-def joined(parts: Sequence[Line], width: int, gap: str = "   ") -> Line:
+def joined(parts: Sequence[Line], width: int) -> Line:
     """Joins as many of the parts as fit, in order."""
     line: Line = []
     for part in parts:
-        more = [(gap, "plain"), *part] if line else part
+        more = [_GAP, *part] if line else part
         if line and line_width(line) + line_width(more) > width:
             break
         line += more
@@ -158,7 +161,7 @@ def summary(view: View, where: str, width: int) -> list[Line]:
         *([labelled("refused", count_text(refused), "warn")] if refused else []),
     ]
     return [
-        fit([span for part in first for span in (*part, ("   ", "plain"))], width),
+        fit([span for part in first for span in (*part, _GAP)], width),
         joined(second, width),
         joined(_machine(server), width),
         *([joined([_gpu(gpu) for gpu in view.gpus], width)] if view.gpus else []),
@@ -207,7 +210,7 @@ def _gpu(gpu: Row) -> Line:
 
 
 def detail(
-    view: View, history: TrendHistory, model: str, version: int | None, width: int, steps: Sequence[Row] = ()
+    view: View, history: TrendHistory, model: str, version: int | None, width: int, steps: Sequence[Row]
 ) -> list[Line]:
     """Everything about one version of a model. `steps`: those of an ensemble."""
     row = next((row for row in view.models if (row["model"], row["version"]) == (model, version)), None)

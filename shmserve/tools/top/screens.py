@@ -63,7 +63,7 @@ class Lines(ScrollView):
 class DetailScreen(Screen[None]):
     """One version of a model. The app calls `show_view` after each refresh."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,enter,backspace", "app.pop_screen", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,enter,backspace", "dismiss(None)", show=False)]
 
     def __init__(self, model: str, version: int | None, view: View, history: TrendHistory) -> None:
         super().__init__()

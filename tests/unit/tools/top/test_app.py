@@ -277,6 +277,11 @@ async def test_steps_are_shown_below_their_ensemble_and_in_its_details(top: Driv
     await top.press("down", "down", "down", "enter")
     await top.until(lambda: isinstance(top.app.screen, DetailScreen) and "steps" in top.text)
     assert re.search(r"beta +1 ", top.text)
+    await top.press("escape")
+    await top.until(lambda: not isinstance(top.app.screen, DetailScreen))
+    reads = top.source.step_reads
+    await top.read()
+    assert top.source.step_reads == reads, "its details are closed"
 
 
 @driven(size=(160, 12), interval=30.0)

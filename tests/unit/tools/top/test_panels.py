@@ -111,7 +111,7 @@ def test_the_history_is_bounded_and_forgets_models_that_are_gone() -> None:
 def test_one_model_in_detail(width: int) -> None:
     view, history = served(), TrendHistory()
     history.add(view)
-    lines = detail(view, history, "mlp", 1, width)
+    lines = detail(view, history, "mlp", 1, width, ())
     assert all(line_width(line) <= width for line in lines)
     text = texts(lines)
     assert text.splitlines()[0] == "mlp  version 1  default  READY"[:width]
@@ -128,12 +128,12 @@ def test_one_model_in_detail(width: int) -> None:
 def test_a_model_that_is_not_served() -> None:
     reason = "load failed: " + "word " * 30 + "\x1b[31m" + "x" * 100
     view = make_view(None, document(1, model("m", state="UNAVAILABLE", reason=reason, instances=[], counters={})))
-    lines = detail(view, TrendHistory(), "m", 1, 40)
+    lines = detail(view, TrendHistory(), "m", 1, 40, ())
     text = texts(lines)
     assert "\x1b" not in text
     assert re.sub(r"\s", "", reason.replace("\x1b", "\\x1b")) in re.sub(r"\s", "", text)
     assert all(line_width(line) <= 40 for line in lines)
-    gone = texts(detail(view, TrendHistory(), "other", 1, 80))
+    gone = texts(detail(view, TrendHistory(), "other", 1, 80, ()))
     assert gone == "other is not listed by the server any more"
 
 
