@@ -25,6 +25,7 @@ import msgspec
 from msgspec import Struct
 
 from shmserve.protocol.recorded import RecordedBatch, RecordedEnd, RecordedRequest
+from shmserve.terminal.output import percentile
 from shmserve.terminal.tables import duration_text, table
 
 
@@ -415,9 +416,9 @@ def _of(name: str, version: int, result: _ModelTimes) -> dict[str, Any]:
         "failed": result.codes.total(),
         "batches": len(batches),
         "rows": sum(batch.rows for batch in batches),
-        "queue_p50_us": _percentile(waits, 0.5),
-        "queue_p99_us": _percentile(waits, 0.99),
-        "compute_p50_us": _percentile(computes, 0.5),
+        "queue_p50_us": percentile(waits, 50) if waits else None,
+        "queue_p99_us": percentile(waits, 99) if waits else None,
+        "compute_p50_us": percentile(computes, 50) if computes else None,
         "reasons": dict(Counter(batch.reason for batch in batches).most_common()),
         "errors": dict(result.codes.most_common()),
     }
@@ -435,16 +436,10 @@ def _row(entry: dict[str, Any]) -> list[str]:
         f"{entry['failed']:,}",
         f"{batches:,}",
         f"{entry['rows'] / batches:.1f}" if batches else "",
-        *(_us(entry[name]) for name in ("queue_p50_us", "queue_p99_us", "compute_p50_us")),
+        *(_us_text(entry[name]) for name in ("queue_p50_us", "queue_p99_us", "compute_p50_us")),
         ", ".join(f"{reason} {100 * number / batches:.0f} %" for reason, number in entry["reasons"].items()),
     ]
 
 
-def _us(value: float | None) -> str:
+def _us_text(value: float | None) -> str:
     return "" if value is None else duration_text(value / 1e6)
-
-
-def _percentile(values: list[float], share: float) -> float | None:
-    """The nearest rank; None without values."""
-    values = sorted(values)
-    return values[min(len(values) - 1, int(share * len(values)))] if values else None

@@ -154,8 +154,8 @@ def test_what_exceeds_the_limit_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_summary() -> None:
     found = collected(
         batch(8, (100, 110, 150, 160), request(1, 50), request(2, 90)),
-        batch(9, (160, 160, 200, 210), request(3, 95), reason="idle"),
-        end("batch", "INTERNAL", 210, request(3, 95)),
+        batch(9, (160, 160, 210, 220), request(3, 95), reason="idle"),
+        end("batch", "INTERNAL", 220, request(3, 95)),
         end("queued", "QUEUE_TIMEOUT", 300, request(4, 100)),
         end("ensemble", "", 90, request(5, 10), model="e"),
     )
