@@ -69,7 +69,7 @@ class Fit(Struct, frozen=True):
         result = spread or Spread()
         return Measured(self.entries, self.element_ns, result.factors, result.pauses)
 
-    def rows_per_s(self, rows: int, length: int = 1) -> float:
+    def rows_per_s(self, rows: int, length: int) -> float:
         """The capacity with batches of this size."""
         return self.pair[0] * rows * 1e9 / self.ns(rows, length)
 
@@ -144,7 +144,7 @@ def _scaled(pair: Pair, samples: Sequence[TimeSample], base: Fit) -> Fit:
     return Fit(pair, curve.batch_ns, curve.row_ns, 0.0, base.error, curve.affine, entries, scaled=True)
 
 
-def spread_of(lone: Sequence[float], overhead_ns: float, full: Sequence[float] = (), ratio: float = 1.0) -> Spread:
+def spread_of(lone: Sequence[float], overhead_ns: float, full: Sequence[float], ratio: float) -> Spread:
     """The spread, from the latencies in ns of lone requests, and of requests in full batches that take `ratio` times as
     long. `overhead_ns` is the part of a lone latency that is not service. Comparing the two shows whether the variation
     grows with the time: the latency in full batches is the time of IN_FLIGHT batches."""

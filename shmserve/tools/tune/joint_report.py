@@ -7,6 +7,8 @@ from math import inf
 from statistics import median
 from typing import Any
 
+from msgspec.structs import asdict
+
 from shmserve.errors import InvalidRequest
 from shmserve.terminal.console import Column, Screen
 from shmserve.tools.load.report.table import rate_text
@@ -95,8 +97,8 @@ def as_json(tuner: JointTuner) -> dict[str, Any]:
         "steps": [
             {
                 "model": step.model.name,
-                "settings": report.settings(candidate),
-                "present": report.settings(step.model.current),
+                "settings": asdict(candidate),
+                "present": asdict(step.model.current),
                 "busy": share,
                 "memory_bytes": step.bytes_of(candidate) or None,
                 "gpu_memory_bytes": step.gpu_memory.get((candidate.instances, candidate.threads)) or None,

@@ -7,12 +7,13 @@ from math import inf
 from statistics import median
 from typing import Any
 
+from msgspec.structs import asdict
+
 from shmserve.repo.config.edit import unified
 from shmserve.terminal.console import FAINT, GOOD, HEAD, Column, Screen
 from shmserve.tools.load.report.table import rate_text
 from shmserve.tools.tune.confirm import GIVE_UP, Confirmed
 from shmserve.tools.tune.reasons import MIB, MS, prediction_error, reasons
-from shmserve.tools.tune.space import Candidate
 from shmserve.tools.tune.tuner import TuningOutcome
 
 COLUMNS = (
@@ -148,10 +149,6 @@ def _ms(ns: float) -> float | None:
     return ns / MS if ns < inf else None
 
 
-def settings(candidate: Candidate) -> dict[str, int]:
-    return {name: getattr(candidate, name) for name in candidate.__struct_fields__}
-
-
 def as_json(outcome: TuningOutcome, path: str) -> dict[str, Any]:
     goal = outcome.goal
     return {
@@ -162,8 +159,8 @@ def as_json(outcome: TuningOutcome, path: str) -> dict[str, Any]:
         "memory_bytes": goal.memory or None,
         "interrupted": outcome.interrupted or None,
         "holds": outcome.holds,
-        "chosen": settings(outcome.chosen) if outcome.chosen is not None else None,
-        "present": settings(outcome.model.current),
+        "chosen": asdict(outcome.chosen) if outcome.chosen is not None else None,
+        "present": asdict(outcome.model.current),
         "reasons": reasons(outcome),
         "diff": diff(outcome, path),
         "confirmed": [_confirmed(outcome, each) for each in outcome.confirmed],
@@ -200,7 +197,7 @@ def as_json(outcome: TuningOutcome, path: str) -> dict[str, Any]:
         ],
         "frontier": [
             {
-                "settings": settings(each.candidate),
+                "settings": asdict(each.candidate),
                 "bytes": outcome.memory_of(each.candidate),
                 "rate": each.rate,
                 "p99_ms": _ms(each.p99_ns),
@@ -215,7 +212,7 @@ def as_json(outcome: TuningOutcome, path: str) -> dict[str, Any]:
 def _confirmed(outcome: TuningOutcome, each: Confirmed) -> dict[str, Any]:
     predicted = each.predicted
     return {
-        "settings": settings(each.candidate),
+        "settings": asdict(each.candidate),
         "predicted": {"rate": predicted.rate, "p99_ms": _ms(predicted.p99_ns)} if predicted is not None else None,
         "rate": each.rate or None,
         "prediction_error": prediction_error(outcome, each.candidate),

@@ -76,8 +76,9 @@ Report = Callable[[int, int, Prediction | None], None]
 
 class Search:
     def __init__(
-        self, predictor: RatePredictor, memory: Callable[[Pair], float], pool: SimulationPool, report: Report
+        self, predictor: RatePredictor, memory: Mapping[Pair, int], pool: SimulationPool, report: Report
     ) -> None:
+        """`memory`: measured bytes of the instances."""
         self._predictor = predictor
         self._memory = memory
         self._pool = pool
@@ -132,7 +133,7 @@ class Search:
         return list(dict.fromkeys(results))
 
     def _fits(self, pair: Pair) -> bool:
-        return not self._goal.memory or self._memory(pair) <= self._goal.memory
+        return not self._goal.memory or self._memory.get(pair, 0) <= self._goal.memory
 
     def _batch_cost(self, pair: Pair) -> int:
         """The fixed cost of a batch in elements, according to the fit."""
@@ -179,7 +180,7 @@ class Search:
 
     def _order(self, result: Prediction) -> tuple[float, ...]:
         candidate = result.candidate
-        memory = self._memory((candidate.instances, candidate.threads))
+        memory = self._memory.get(_pair(result), 0)
         cores = candidate.instances * max(candidate.threads, 1)
         if self._goal.rate:  # the cheapest that holds the p99
             cheapest = (candidate.instances, memory, cores, result.p99_ns)

@@ -19,7 +19,7 @@ from shmserve.repo.config.schema import ModelConfig, ModelSequenceBatching
 from shmserve.repo.load import parse
 from shmserve.tools.tune.bench import Observation
 from shmserve.tools.tune.measure import COUNTS
-from shmserve.tools.tune.space import two_digits
+from shmserve.tools.tune.space import devices_of, two_digits
 
 GAIN = 1.05
 """Factor by which a setting must raise the rate to be preferred, and for still more of the same to be tried."""
@@ -104,11 +104,6 @@ class TunedSequenceModel(Struct, frozen=True):
         return "oldest" if self.batching.oldest is not None else "direct"
 
     @property
-    def devices(self) -> int:
-        """Number of instances per unit of `count`, in all groups."""
-        return sum(len(group.gpus) if group.kind == "KIND_GPU" else 1 for group in self.config.instance_group)
-
-    @property
     def current(self) -> SequenceSetting:
         count, oldest, direct = self.config.instance_group[0].count, self.batching.oldest, self.batching.direct
         if oldest is not None:
@@ -119,7 +114,7 @@ class TunedSequenceModel(Struct, frozen=True):
 
     def slots(self, setting: SequenceSetting) -> int:
         """How many sequences can run at a time."""
-        return setting.instances * self.devices * (setting.candidates or max(1, self.config.max_batch_size))
+        return setting.instances * devices_of(self.config) * (setting.candidates or max(1, self.config.max_batch_size))
 
     def text_of(self, setting: SequenceSetting) -> str:
         now, edits, place = self.current, [], ("sequence_batching", self.strategy)

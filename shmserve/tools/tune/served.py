@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count, takewhile
 from statistics import median
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import uvloop
@@ -61,15 +61,14 @@ Run = Callable[[LoadSender], Coroutine[Any, Any, Observation]]
 class ServedModel:
     """The model `name` of the server that `client` and `url` reach."""
 
-    def __init__(self, client: Client, name: str, inputs: Inputs, seed: int = 1) -> None:
+    def __init__(self, client: Client, name: str, inputs: Inputs) -> None:
         self._client = client
         self._name = name
         self._inputs = inputs
         self._known: dict[int, Sequence[Mapping[str, Any]]] = {}
-        self._seed = seed
-        self._ids = count(seed << 32 | 1)
-        self._sequences: Sequences | None = None
-        """Those of the load that runs now."""
+        self._seed = 1
+        self._ids = count(1 << 32 | 1)
+        """Those of sequences."""
 
     def apply(self, config: ModelConfig) -> None:
         self._client.load(self._name, config=as_triton_json(config))
@@ -90,14 +89,11 @@ class ServedModel:
         return point
 
     def closed(self, callers: int, seconds: float, length: int = 0) -> Observation:
-        return together([(self, length, lambda sender: closed(sender, callers, seconds))])[0]
+        return together([ModelLoad(self, partial(closed, callers=callers, seconds=seconds), length)])[0]
 
     def correlated(self, sequences: int, length: int, seconds: float) -> Observation:
-        self._sequences = Sequences(sequences, length)
-        try:
-            return self.closed(sequences, seconds)
-        finally:
-            self._sequences = None
+        run = partial(closed, callers=sequences, seconds=seconds)
+        return together([ModelLoad(self, run, sequences=Sequences(sequences, length))])[0]
 
     def open(self, rate: float, seconds: float, give_up_ns: float) -> Observation:
         return ServedModels([self]).open([rate], seconds, [give_up_ns])[0]
@@ -112,21 +108,22 @@ class ServedModel:
             self._known[length] = self._inputs(length)
         return self._known[length]
 
-    async def run(self, feeds: Sequence[Mapping[str, Any]], run: Run) -> Observation:
+    async def run(self, load: ModelLoad) -> Observation:
         target, timer = NativeTarget(Endpoint(url=self._client.url)), MonotonicTimer()
         facts = await target.facts(self._name, "")
-        bodies = [target.prepare(feed, facts, TargetOptions(model=self._name)) for feed in feeds]
+        options = TargetOptions(model=self._name)
+        bodies = [target.prepare(feed, facts, options) for feed in self.feeds(load.length)]
         sender = LoadSender(
             bodies,
             target.slot,
             monotonic_ns,
             timer.until,
             stream=facts.decoupled,
-            sequences=self._sequences,
+            sequences=load.sequences,
             ids=self._ids,
         )
         try:
-            return await run(sender)
+            return await load.run(sender)
         finally:
             await sender.stop(0)
             await target.close()
@@ -138,6 +135,15 @@ class ServedModel:
         return (sum(entry["execution_count"] for entry in stats), sum(entry["inference_count"] for entry in stats))
 
 
+class ModelLoad(NamedTuple):
+    """A load for a model, with inputs of this length."""
+
+    model: ServedModel
+    run: Run
+    length: int = 0
+    sequences: Sequences | None = None
+
+
 class ServedModels:
     """Several models of a server, under load at the same time."""
 
@@ -146,26 +152,28 @@ class ServedModels:
 
     def open(self, rates: Sequence[float], seconds: float, give_up_ns: Sequence[float]) -> list[Observation]:
         lasts = max(max(seconds, min(MIN_RESPONSES / rate, seconds * LONGEST)) for rate in rates)
-        runs = [
-            partial(opened, load=model.next_load(rate), seconds=lasts, give_up_ns=limit)
-            for model, rate, limit in zip(self._models, rates, give_up_ns, strict=True)
-        ]
-        return together([(model, 0, run) for model, run in zip(self._models, runs, strict=True)])
+        return together(
+            [
+                ModelLoad(model, partial(opened, load=model.next_load(rate), seconds=lasts, give_up_ns=limit))
+                for model, rate, limit in zip(self._models, rates, give_up_ns, strict=True)
+            ]
+        )
 
 
-def together(loads: Sequence[tuple[ServedModel, int, Run]]) -> list[Observation]:
-    """Runs a load for each model at the same time, with inputs of this length."""
-    feeds = [model.feeds(length) for model, length, _ in loads]
+def together(loads: Sequence[ModelLoad]) -> list[Observation]:
+    """Runs the loads at the same time."""
+    for load in loads:
+        load.model.feeds(load.length)  # made before the first load starts
 
     async def run() -> list[Observation]:
-        return await asyncio.gather(*(model.run(feed, run) for (model, _, run), feed in zip(loads, feeds, strict=True)))
+        return await asyncio.gather(*(load.model.run(load) for load in loads))
 
     gc.collect()
     gc.freeze()
     try:
-        before = [model.counts() for model, *_ in loads]
+        before = [load.model.counts() for load in loads]
         results = uvloop.run(run())
-        after = [model.counts() for model, *_ in loads]
+        after = [load.model.counts() for load in loads]
     finally:
         gc.unfreeze()
     return [

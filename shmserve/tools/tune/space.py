@@ -89,8 +89,7 @@ class TunedModel(Struct, frozen=True):
 
     @property
     def devices(self) -> int:
-        """Number of instances per unit of `count`, in all groups."""
-        return sum(len(group.gpus) if group.kind == "KIND_GPU" else 1 for group in self.config.instance_group)
+        return devices_of(self.config)
 
     @property
     def pads(self) -> bool:
@@ -221,6 +220,11 @@ class TunedModel(Struct, frozen=True):
         if self.current.delay_us * 1000 < p99_ns:
             results.add(self.current.delay_us)
         return sorted(results)
+
+
+def devices_of(config: ModelConfig) -> int:
+    """Number of instances per unit of `count`, in all groups."""
+    return sum(len(group.gpus) if group.kind == "KIND_GPU" else 1 for group in config.instance_group)
 
 
 def two_digits(value: float) -> int:

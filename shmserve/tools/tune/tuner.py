@@ -5,7 +5,6 @@ Invariant: an interrupt (KeyboardInterrupt) ends the current step; the outcome t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from time import monotonic
 
 from msgspec import Struct, field
@@ -147,10 +146,8 @@ class Tuner:
 
     def _search(self) -> None:
         outcome = self.outcome
-        predictor = self.predictor
-        memory: Callable[[Pair], float] = lambda pair: float(outcome.times.memory.get(pair, 0))  # noqa: E731
         with SimulationPool(self._processes) as pool:
-            search = Search(predictor, memory, pool, self._events.simulated)
+            search = Search(self.predictor, outcome.times.memory, pool, self._events.simulated)
             try:
                 outcome.ranked = search.run()
             except KeyboardInterrupt:

@@ -92,7 +92,7 @@ def test_an_affine_fit() -> None:
     assert one.row_ns == pytest.approx(0.5 * MS)
     assert one.error < 1e-9
     assert one.ns(32) == pytest.approx(18 * MS)
-    assert one.rows_per_s(8) == pytest.approx(8 / 0.006)
+    assert one.rows_per_s(8, 1) == pytest.approx(8 / 0.006)
     assert two.scaled
     assert two.ns(1) == pytest.approx(3 * MS)
     assert two.ns(8) == pytest.approx(9 * MS)
@@ -122,7 +122,7 @@ def test_the_spread_keeps_the_mean() -> None:
         assert (max(drawn) > 60 * MS) == grows
         assert (max(drawn) < 35 * MS) == (not grows)
         assert max(service.ns(1, Random(seed)) for seed in range(200)) == pytest.approx(7 * MS, rel=0.01)
-    assert spread_of([], 0.0) == Spread()
+    assert spread_of([], 0.0, [], 1.0) == Spread()
 
 
 def test_the_shortlist_differs_in_more_than_the_delay() -> None:

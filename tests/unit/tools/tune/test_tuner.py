@@ -258,6 +258,6 @@ def test_large_batches_that_only_a_delay_fills_are_found() -> None:
     samples = [TimeSample(*pair, rows, (6 + rows) * MS) for pair in pairs for rows in SIZES]
     predictor = RatePredictor(tuned(), Goal(60 * MS, simulated=600), fit(samples))
     with SimulationPool(1) as pool:
-        ranked = Search(predictor, lambda pair: 0.0, pool, lambda done, total, best: None).run()
+        ranked = Search(predictor, {}, pool, lambda done, total, best: None).run()
     assert ranked[0].candidate.batch == 32
     assert ranked[0].candidate.delay_us >= 10_000
