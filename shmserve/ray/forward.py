@@ -31,7 +31,7 @@ def end_to_end(fields: Iterable[tuple[str, str]]) -> Fields:
 
 
 class Forwarder:
-    """`ports`: returns endpoint -> port; ports change when the server is restarted. Create it in the running loop."""
+    """The connections to the server. A restarted server has other ports. Create it in the running loop."""
 
     def __init__(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None)

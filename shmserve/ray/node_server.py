@@ -101,11 +101,8 @@ class NodeServer:
             self._socket = owned
             threading.Thread(target=self._follow, args=(owned,), name="shmserve host", daemon=True).start()
             with self._changed:
-                settled = self._changed.wait_for(
-                    lambda: self._state.get("state") in ("ready", *ENDED), end - time.monotonic()
-                )
-                state = self._state
-                self._started = self._state.get("state") == "ready"
+                settled, state = self._settled(end), self._state
+                self._started = state.get("state") == "ready"
             if self._started:
                 return
             self.close()
@@ -118,9 +115,7 @@ class NodeServer:
     def wait_ready(self, end: float) -> None:
         """Waits for a server that is being restarted, until `end` of the monotonic clock. Raises Unavailable."""
         with self._changed:
-            settled = self._changed.wait_for(
-                lambda: self._state.get("state") in ("ready", *ENDED), end - time.monotonic()
-            )
+            settled = self._settled(end)
         if not settled:
             raise Unavailable("the server was not restarted in time")
         if self.failure:
@@ -130,11 +125,6 @@ class NodeServer:
         """Waits until the host has noticed that this run of the server has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._runs != run or self._state.get("state") != "ready", timeout)
-
-    def wait_failure(self, timeout: float) -> bool:
-        """Waits until the server has failed for good."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._state.get("state") in ENDED, timeout)
 
     def close(self) -> None:
         """Releases the server, which ends if this was the last owner. Returns at once."""
@@ -160,6 +150,10 @@ class NodeServer:
             if "runtime_dir" not in self._state:
                 raise Unavailable("the server is not running")
             return self._state
+
+    def _settled(self, end: float) -> bool:
+        """Waits, with the lock of the state, until the server is ready or has failed for good. False at `end`."""
+        return self._changed.wait_for(lambda: self._state.get("state") in ("ready", *ENDED), end - time.monotonic())
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

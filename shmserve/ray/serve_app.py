@@ -33,7 +33,7 @@ def app(arguments: dict[str, Any]) -> Any:
         graceful_shutdown_wait_loop_s=1.0,
         ray_actor_options={"num_cpus": config.cpus, "num_gpus": config.gpus, "resources": config.resources},
         request_router_config=RequestRouterConfig(request_router_class=ROUTER, request_routing_stats_period_s=STATS_S),
-        **_number(config, wanted),
+        **_scaling(config, wanted),
     )(ServerReplica).bind(config)
     ingress = serve.deployment(
         name="Ingress",
@@ -68,7 +68,7 @@ def _alive() -> int:
     return sum(1 for node in ray.nodes() if node["Alive"])
 
 
-def _number(config: AppConfig, wanted: int) -> dict[str, Any]:
+def _scaling(config: AppConfig, wanted: int) -> dict[str, Any]:
     if not config.autoscaled:
         return {"num_replicas": wanted}
     bounds = {"min_replicas": wanted, "max_replicas": config.max_replicas}

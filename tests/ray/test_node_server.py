@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,12 +104,13 @@ def test_a_server_that_crashes_is_restarted(config: ServerConfig, hosts: Path) -
 
 def test_a_server_ends_when_its_host_is_killed(config: ServerConfig, hosts: Path) -> None:
     """The owner notices and can start another one. The next start of any host removes the files of the killed one."""
-    server = NodeServer(config, "key", hosts)
+    failed = threading.Event()
+    server = NodeServer(config, "key", hosts, failed.set)
     server.start(START_S)
     left = server.runtime_dir.parent
     with ends(server.host):
         os.kill(server.host, signal.SIGKILL)
-    server.wait_failure(START_S)
+    assert failed.wait(START_S)
     assert "has ended" in server.failure
     server.close()
     other = NodeServer(config, "other", hosts)
