@@ -12,7 +12,8 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from shmserve.terminal.help_text import LEFT, did_you_mean, rows, width
+from shmserve.settings.flag import did_you_mean
+from shmserve.terminal.help_text import LEFT, rows, width
 
 SYNONYMS = {
     "benchmark": "bench",

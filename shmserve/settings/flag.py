@@ -79,6 +79,12 @@ def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return next(iter(get_close_matches(name, list(known), 1, cutoff)), "")
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?`, or "" if no known name is similar."""
+    near = nearest_name(name, known)
+    return f"; did you mean {near}?" if near else ""
+
+
 def bytes_text(size: int) -> str:
     """A number of bytes in the largest unit in which it is whole."""
     unit = next(unit for unit in ("GiB", "MiB", "KiB", "") if not size % UNITS[unit.upper()])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from shmserve.settings.flag import nearest_name
+from shmserve.settings.flag import did_you_mean
 from shmserve.settings.values import fraction, number
 
 
@@ -74,8 +74,7 @@ def read_limit(rows: Iterable[Limit], text: str) -> tuple[str, float]:
     if not equals:
         raise ValueError(f"'{text}' is not NAME=VALUE")
     if name not in known:
-        close = nearest_name(name, known)
-        raise ValueError(f"unknown limit '{key}'" + (f"; did you mean {close}?" if close else ""))
+        raise ValueError(f"unknown limit '{key}'{did_you_mean(name, known)}")
     if name.endswith("_share"):
         return name, fraction(value)
     return name, number(value, name.endswith("_bytes"), known[name].minimum)

@@ -28,11 +28,3 @@ def rows(pairs: Sequence[tuple[str, str]], indent: int = 2) -> list[str]:
             first = ""
         lines += [f"{first if not number else '':<{left}}{line}".rstrip() for number, line in enumerate(wrapped)]
     return lines
-
-
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """`; did you mean ...?`, or "" if no known word is similar."""
-    from difflib import get_close_matches  # needed only after a mistake
-
-    near = get_close_matches(word, known, 1)
-    return f"; did you mean {near[0]}?" if near else ""
