@@ -201,7 +201,8 @@ def _reduction(node: Any, inputs: list[Shape], outputs: list[Shape]) -> int:
 
 
 def _pooling(node: Any, inputs: list[Shape], outputs: list[Shape]) -> int:
-    return prod(outputs[0]) * prod(_ints(node, "kernel_shape"))
+    kernel = next((one.ints for one in node.attribute if one.name == "kernel_shape"), ())
+    return prod(outputs[0]) * prod(kernel)
 
 
 def _matmul(node: Any, inputs: list[Shape], outputs: list[Shape]) -> int:
@@ -226,10 +227,6 @@ def _recurrent(node: Any, inputs: list[Shape], outputs: list[Shape]) -> int:
     directions, gates_and_hidden, _ = inputs[1]
     hidden = gates_and_hidden // _GATES[node.op_type]
     return 2 * steps * rows * directions * gates_and_hidden * (features + hidden)
-
-
-def _ints(node: Any, name: str) -> list[int]:
-    return next((list(one.ints) for one in node.attribute if one.name == name), [])
 
 
 _RULES: Mapping[str, Callable[[Any, list[Shape], list[Shape]], int]] = {

@@ -42,15 +42,13 @@ def _service(times: dict[int, list[float]], where: str) -> Measured:
 
 
 def _of_tune(document: dict[str, Any]) -> MeasuredModel:
-    """The times of the chosen setting, or of the current one if that was not measured."""
-    setting = document["chosen"] or document["present"]
+    """The times of the chosen setting, or of the current one if none was chosen."""
+    setting, samples = document["chosen"] or document["present"], document["service_times"]
+    pair = setting["instances"], setting["threads"]
+    own = [sample for sample in samples if (sample["instances"], sample["threads"] or 0) == pair]
     times: dict[int, list[float]] = {}
-    for sample in document["service_times"]:
-        if sample["instances"] == setting["instances"] and (sample["threads"] or 0) == setting["threads"]:
-            times.setdefault(max(1, round(sample["rows"])), []).append(sample["measured_ms"] * 1e6)
-    if not times:  # the chosen setting was not measured itself
-        for sample in document["service_times"]:
-            times.setdefault(max(1, round(sample["rows"])), []).append(sample["measured_ms"] * 1e6)
+    for sample in own or samples:  # the setting may not have been measured itself
+        times.setdefault(max(1, round(sample["rows"])), []).append(sample["measured_ms"] * 1e6)
     service = _service(times, "the report")
     return MeasuredModel(
         service,

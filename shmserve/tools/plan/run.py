@@ -270,7 +270,7 @@ class SimulatedFleet:
         plan, number = self._plan, len(self._nodes)
         kind: type[FleetServer] = QueueServer if plan.fast else CoreServer
         server = kind(plan, f"{name} {number}", now, self._answered)
-        node = FleetNode(number, name, name % plan.zones, server, now, paid_from, flights=set())
+        node = FleetNode(number, name, name % plan.zones, server, now, paid_from)
         self._nodes.append(node)
         self._listed += 1
         self._result.most_servers = max(self._result.most_servers, self._listed)
