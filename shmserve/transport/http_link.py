@@ -13,22 +13,28 @@ from urllib.parse import urlsplit
 
 from shmserve.errors import (
     ConnectionLost,
+    DeadlineExceeded,
     Denied,
     Internal,
     InvalidRequest,
     NotFound,
     ServeError,
     Unavailable,
+    Unsupported,
     from_wire,
 )
 
-_BY_STATUS: dict[int, type[ServeError]] = {
+BY_STATUS: dict[int, type[ServeError]] = {
     400: InvalidRequest,
     401: Denied,
     403: Denied,
     404: NotFound,
+    429: Unavailable,
+    501: Unsupported,
     503: Unavailable,
+    504: DeadlineExceeded,
 }
+"""HTTP status -> error; all others are failures of the server."""
 TIMEOUT_S = 10.0
 MAX_RESPONSE_BYTES = 256 << 20
 """Maximum size of a response."""
@@ -166,4 +172,4 @@ def _error(answer: HttpAnswer, request: str) -> ServeError:
     if code:
         return from_wire(code, text)
     reason = http.client.responses.get(answer.status, "no reason given")
-    return _BY_STATUS.get(answer.status, Internal)(text or f"{request}: {reason} (status {answer.status})")
+    return BY_STATUS.get(answer.status, Internal)(text or f"{request}: {reason} (status {answer.status})")

@@ -10,10 +10,11 @@ from typing import Any
 
 import httptools
 
-from shmserve.errors import ConnectionLost, InvalidRequest, ModelFailed, NotFound, ServeError, Unavailable
+from shmserve.errors import ConnectionLost, ModelFailed, ServeError
 from shmserve.tools.load.plan import Endpoint
 from shmserve.tools.load.targets import base
 from shmserve.tools.load.targets.connecting import FOREIGN, LOST, close, connect, tls_of
+from shmserve.transport.http_link import BY_STATUS
 
 DATA = b"data: "
 """The beginning of a server-sent event."""
@@ -93,10 +94,6 @@ class HttpClientConnection(asyncio.Protocol):
             answer.set_result((status, body))
 
 
-CODES: dict[int, type[ServeError]] = {400: InvalidRequest, 404: NotFound, 429: Unavailable, 503: Unavailable}
-"""HTTP status -> error; all others are failures of the server."""
-
-
 class HttpConnections:
     """The connections to an endpoint: one for each caller, and one for other requests."""
 
@@ -171,7 +168,7 @@ def _error(status: int, body: bytes) -> ServeError:
         text = error_text(json.loads(body.strip().removeprefix(DATA))["error"])
     except (ValueError, KeyError, TypeError):
         text = body[:200].decode(errors="replace") or "no text"
-    return CODES.get(status, ModelFailed)(f"HTTP {status}: {text}")
+    return BY_STATUS.get(status, ModelFailed)(f"HTTP {status}: {text}")
 
 
 def error_text(error: Any) -> str:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.errors import ConnectionLost, InvalidRequest, ModelFailed, ServeError
+from shmserve.errors import ConnectionLost, DeadlineExceeded, Denied, InvalidRequest, ModelFailed, ServeError
 from shmserve.tools.load.generation.sending import Answers, ResponseRecorder
 from shmserve.tools.load.plan import Endpoint
 from shmserve.tools.load.targets import http_connection
@@ -88,6 +88,8 @@ async def streamed(answer: bytes, kind: type[HttpTarget | OpenAiTarget], body: A
     (chunked([EVENTS[0], b'data: {"error":"after one"}'], 1000), 1, ModelFailed, "^after one$"),
     (chunked([b'data: {"error":"at once"}'], 1000, "500 Error"), 0, ModelFailed, "^HTTP 500: at once$"),
     (b'HTTP/1.1 400 Bad\r\nContent-Length: 15\r\n\r\n{"error":"bad"}', 0, InvalidRequest, "^HTTP 400: bad$"),
+    (b"HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n", 0, Denied, "^HTTP 401: no text$"),
+    (b"HTTP/1.1 504 Late\r\nContent-Length: 0\r\n\r\n", 0, DeadlineExceeded, "^HTTP 504: no text$"),
 )
 def test_a_stream_and_its_errors(answer: bytes, answers: int, kind: type[ServeError] | None, text: str) -> None:
     """A response with an output named "error" is a normal response."""
