@@ -121,13 +121,13 @@ def from_json(file: str, known: Mapping[str, Spec]) -> Arrays:
         is_input = isinstance(error, FileNotFoundError) and "=" in file
         hint = f"; to send one input, write --input {file}" if is_input else ""
         raise Misuse(f"cannot read inputs from {where}: {reason_of(error)}{hint}") from error
-    inputs = document.get("inputs") if isinstance(document, dict) else None
-    if isinstance(inputs, dict):
-        return {name: from_value(value, _spec(known, name)) for name, value in inputs.items()}
-    if not isinstance(inputs, list):
+    tensors = document.get("inputs") if isinstance(document, dict) else None
+    if isinstance(tensors, dict):
+        return {name: from_value(value, _spec(known, name)) for name, value in tensors.items()}
+    if not isinstance(tensors, list):
         raise Misuse(f'{where} has no inputs: write {{"inputs": {{"NAME": [[1, 2, 3]]}}}}')
     arrays: Arrays = {}
-    for entry in inputs:
+    for entry in tensors:
         if not isinstance(entry, dict) or not {"name", "shape", "data"} <= entry.keys():
             raise Misuse(f"{where}: an input in a list needs name, shape and data")
         name = str(entry["name"])

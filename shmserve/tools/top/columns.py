@@ -203,7 +203,6 @@ GPUS = TopTable(
     ),
 )
 TABLES = (MODELS, INSTANCES, CLIENTS, GPUS)
-BY_NAME = {table.name: table for table in TABLES}
 
 
 # ------------------------------------------------------------------------------------------ cells

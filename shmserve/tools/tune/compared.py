@@ -9,7 +9,7 @@ from typing import Any
 from shmserve.errors import InvalidRequest
 from shmserve.terminal.console import Column, Screen
 from shmserve.tools.load.report.table import rate_text
-from shmserve.tools.tune.reasons import MIB
+from shmserve.tools.tune.goal import MIB
 
 Document = Mapping[str, Any]
 COLUMNS = (Column(""), Column("BEFORE", right=True), Column("NOW", right=True), Column("CHANGE", right=True))

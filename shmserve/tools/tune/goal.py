@@ -6,6 +6,9 @@ from msgspec import Struct
 
 from shmserve.tools.load.report.table import rate_text
 
+MS = 1e6
+MIB = 1 << 20
+
 
 class Goal(Struct, frozen=True):
     """`rate`: requests per second that must hold the p99; 0: find the highest rate that does. `memory`: bytes for all
@@ -29,7 +32,7 @@ class Goal(Struct, frozen=True):
     @property
     def target(self) -> str:
         """The target as text for messages."""
-        return f"a p99 of {self.p99_ns / 1e6:g} ms" + (f" at {rate_text(self.rate)} requests/s" if self.rate else "")
+        return f"a p99 of {self.p99_ns / MS:g} ms" + (f" at {rate_text(self.rate)} requests/s" if self.rate else "")
 
     @property
     def typical_length(self) -> int:

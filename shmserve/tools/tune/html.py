@@ -7,8 +7,9 @@ from html import escape
 from shmserve.tools import charts
 from shmserve.tools.charts import COLORS, Axis, Series, html_table, lines
 from shmserve.tools.load.report.table import rate_text
+from shmserve.tools.tune.goal import MIB, MS
 from shmserve.tools.tune.predict import Prediction
-from shmserve.tools.tune.reasons import MIB, MS, reasons
+from shmserve.tools.tune.reasons import reasons
 from shmserve.tools.tune.report import diff, headline, measured
 from shmserve.tools.tune.space import pair_text
 from shmserve.tools.tune.tuner import TuningOutcome

@@ -13,8 +13,8 @@ from shmserve.errors import InvalidRequest
 from shmserve.terminal.console import Column, Screen
 from shmserve.tools.load.report.table import rate_text
 from shmserve.tools.tune import compared, report
+from shmserve.tools.tune.goal import MIB, MS
 from shmserve.tools.tune.joint import JointTuner, Settings
-from shmserve.tools.tune.reasons import MIB, MS
 
 Document = Mapping[str, Any]
 MODELS = (

@@ -14,7 +14,7 @@ from msgspec import Struct, field
 from shmserve.errors import ModelFailed
 from shmserve.tools.tune.bench import Bench, Observation
 from shmserve.tools.tune.fit import IN_FLIGHT, Pair, TimeSample
-from shmserve.tools.tune.goal import Goal
+from shmserve.tools.tune.goal import MIB, Goal
 from shmserve.tools.tune.space import Candidate, TunedModel, pair_text
 
 GAIN = 1.05
@@ -73,10 +73,9 @@ class Measurement:
         needed = known[last] / last * count
         if not self._goal.memory or needed <= self._goal.memory:
             return False
-        mib = 1 << 20
         self.times.skipped.append(
-            f"{count} instances: they would need about {needed / mib:,.0f} MiB, and --memory allows "
-            f"{self._goal.memory / mib:,.0f} MiB"
+            f"{count} instances: they would need about {needed / MIB:,.0f} MiB, and --memory allows "
+            f"{self._goal.memory / MIB:,.0f} MiB"
         )
         return True
 

@@ -10,12 +10,11 @@ from msgspec.structs import replace
 from shmserve.tools.load.report.table import rate_text
 from shmserve.tools.tune.confirm import Confirmed
 from shmserve.tools.tune.fit import Fit
+from shmserve.tools.tune.goal import MIB, MS
 from shmserve.tools.tune.predict import PRECISION
 from shmserve.tools.tune.space import Candidate
 from shmserve.tools.tune.tuner import TuningOutcome
 
-MS = 1e6
-MIB = 1 << 20
 TIMED_OUT = "Request timeout expired"
 """The complete error text of the server, which is Triton's."""
 HOW_TO_RAISE = "; raise default_timeout_microseconds or add instances"

@@ -13,7 +13,8 @@ from shmserve.repo.config.edit import unified
 from shmserve.terminal.console import FAINT, GOOD, HEAD, Column, Screen
 from shmserve.tools.load.report.table import rate_text
 from shmserve.tools.tune.confirm import GIVE_UP, Confirmed
-from shmserve.tools.tune.reasons import MIB, MS, prediction_error, reasons
+from shmserve.tools.tune.goal import MIB, MS
+from shmserve.tools.tune.reasons import prediction_error, reasons
 from shmserve.tools.tune.tuner import TuningOutcome
 
 COLUMNS = (
