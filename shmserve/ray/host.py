@@ -63,7 +63,7 @@ class Host:
     async def run(self) -> None:
         with suppress(FileNotFoundError):
             self._socket.unlink()  # left by a host that was killed: the starter holds the lock and could not connect
-        self._sweep()
+        sweep(self._directory, self._place)
         server = await asyncio.start_unix_server(self._owned, self._socket)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -80,15 +80,6 @@ class Host:
             shutil.rmtree(self._place, ignore_errors=True)
             os.close(self._lock)
             self._remove_directory()
-
-    def _sweep(self) -> None:
-        """Removes the files that killed hosts have left."""
-        for place in self._directory.iterdir():
-            if place.is_dir() and place != self._place and (lock := _locked(place)) >= 0:
-                shutil.rmtree(place, ignore_errors=True)
-                os.close(lock)
-            elif place.is_socket() and not _answers(place):
-                place.unlink()
 
     # ------------------------------------------------------------------------------------------------ owners
 
@@ -208,6 +199,17 @@ class Host:
             with suppress(OSError):
                 sys.stderr.write(text)
                 sys.stderr.flush()
+
+
+def sweep(directory: Path, own: Path) -> None:
+    """Removes the files that killed hosts have left. `own`: the folder of this host."""
+    for place in directory.iterdir():
+        with suppress(FileNotFoundError):  # its host has just removed it
+            if place.is_dir() and place != own and (lock := _locked(place)) >= 0:
+                shutil.rmtree(place, ignore_errors=True)
+                os.close(lock)
+            elif place.is_socket() and not _answers(place):
+                place.unlink()
 
 
 def _answers(path: Path) -> bool:

@@ -18,6 +18,7 @@ import pytest
 
 import shmserve
 from shmserve.ray.config import AppConfig, ServerConfig
+from shmserve.ray.host import sweep
 from shmserve.ray.node_server import NodeServer
 from tests.ray.models import write_times
 
@@ -100,6 +101,20 @@ def test_a_server_that_crashes_is_restarted(config: ServerConfig, hosts: Path) -
             assert client.infer("twice", {"x": np.array([[3.0]], np.float32)})["y"][0, 0] == 6.0
         assert not server.failure
         server.close()
+
+
+def test_a_host_starts_while_another_one_removes_its_files(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, opened = hosts / "other-files", os.open
+    ended.mkdir()
+
+    def vanishing(path: str | Path, flags: int) -> int:
+        ended.rmdir()
+        return opened(path, flags)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", vanishing)
+        sweep(hosts, hosts / "own-files")
+    assert not ended.exists()
 
 
 def test_a_server_ends_when_its_host_is_killed(config: ServerConfig, hosts: Path) -> None:
