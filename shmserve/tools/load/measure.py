@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest, Unsupported
-from shmserve.tools.load.analysis.latencies import count_above, is_decided, name_of, percentile_of
+from shmserve.tools.load.analysis.latencies import count_above, is_decided, percentile_of
 from shmserve.tools.load.analysis.usage import Meter, is_local, usable_cores
 from shmserve.tools.load.generation.schedule import useful_processes
 from shmserve.tools.load.generation.team import Generators
@@ -31,6 +31,7 @@ from shmserve.tools.load.plan import (
     LoadPlan,
     OpenLoop,
     ReplayLoop,
+    percentile_name,
 )
 from shmserve.tools.load.record import EchoResult, Point, SavedRun
 from shmserve.tools.load.targets.base import LoadTarget
@@ -133,8 +134,10 @@ def check(plan: LoadPlan) -> None:
         text = f"{settings.min_windows} to {settings.max_windows} windows: a confidence interval needs at least 2"
         raise InvalidRequest(text)
     if settings.percentile not in PERCENTILES:
-        known = ", ".join(map(name_of, PERCENTILES))
-        raise InvalidRequest(f"windows do not have {name_of(settings.percentile)}: --percentile is one of {known}")
+        known = ", ".join(map(percentile_name, PERCENTILES))
+        raise InvalidRequest(
+            f"windows do not have {percentile_name(settings.percentile)}: --percentile is one of {known}"
+        )
 
 
 class _Session:

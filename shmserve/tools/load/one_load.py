@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shmserve.tools.load.analysis.confidence import Stability, interval, stability
-from shmserve.tools.load.analysis.latencies import LatencyHistogram, is_decided, name_of, needed, window_percentiles
+from shmserve.tools.load.analysis.latencies import LatencyHistogram, is_decided, needed, window_percentiles
 from shmserve.tools.load.analysis.usage import Meter, UsageReading, used
 from shmserve.tools.load.analysis.windows import (
     Collector,
@@ -26,7 +26,7 @@ from shmserve.tools.load.analysis.windows import (
 )
 from shmserve.tools.load.generation.schedule import target_rate
 from shmserve.tools.load.generation.team import Generators
-from shmserve.tools.load.plan import SECOND, ClosedLoop, Load, LoadPlan, MeasureSettings
+from shmserve.tools.load.plan import SECOND, ClosedLoop, Load, LoadPlan, MeasureSettings, percentile_name
 from shmserve.tools.load.record import Cost, Interval, Language, Latencies, LoadWindow, Point, ServerSide
 from shmserve.tools.load.targets.base import LoadTarget
 
@@ -175,7 +175,7 @@ class LoadRun:
         if is_decided(limit.percentile, count, above):
             return ""
         minimum = needed(limit.percentile)
-        return f"{count:,} of {minimum:,} responses for {name_of(limit.percentile)}: set a longer --window"
+        return f"{count:,} of {minimum:,} responses for {percentile_name(limit.percentile)}: set a longer --window"
 
     # ------------------------------------------------------------------------------------ the result
 

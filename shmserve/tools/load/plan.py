@@ -21,6 +21,10 @@ SCHEMES = ("unix", "ipc", "tcp", *_KINDS)
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9, 99.99)
 
 
+def percentile_name(percentile: float) -> str:
+    return f"p{percentile:g}"
+
+
 class Endpoint(Struct, frozen=True, kw_only=True):
     """A server. `url` is a URL for shmserve.Client, or http, https, grpc or grpcs://HOST:PORT; None: the server of
     `runtime_dir`, or this user's server. `openai`: the URL is that of an OpenAI API, e.g. http://HOST:PORT/v1.
@@ -157,7 +161,7 @@ class LatencyLimit(Struct, frozen=True):
     """Relative width at which the search ends."""
 
     def __str__(self) -> str:
-        return f"p{self.percentile:g} <= {self.ns / 1e6:g} ms"
+        return f"{percentile_name(self.percentile)} <= {self.ns / 1e6:g} ms"
 
 
 class RequestInputs(Struct, frozen=True, kw_only=True):

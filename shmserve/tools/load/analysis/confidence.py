@@ -8,7 +8,7 @@ from statistics import NormalDist, fmean, stdev
 
 from msgspec import Struct
 
-from shmserve.tools.load.plan import MeasureSettings
+from shmserve.tools.load.plan import MeasureSettings, percentile_name
 from shmserve.tools.load.record import Interval, LoadWindow
 
 
@@ -88,7 +88,7 @@ def stability(windows: Sequence[LoadWindow], settings: MeasureSettings, throughp
 
 
 def _unstable(windows: Sequence[LoadWindow], settings: MeasureSettings, throughput: bool) -> str:
-    name = f"p{settings.percentile:g}"
+    name = percentile_name(settings.percentile)
     kinds = {"throughput": [window.per_s for window in windows]} if throughput else {}
     if not all(window.good for window in windows):
         return "a window without a successful response"

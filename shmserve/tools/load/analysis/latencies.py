@@ -9,7 +9,7 @@ import numpy as np
 from hdrh.histogram import HdrHistogram
 from numpy.typing import NDArray
 
-from shmserve.tools.load.plan import PERCENTILES
+from shmserve.tools.load.plan import PERCENTILES, percentile_name
 
 HIGHEST = 3600 * 10**9
 DIGITS = 3
@@ -17,10 +17,6 @@ _BITS = 11
 """Values below 2048 have separate buckets; above, a bucket spans 1/1024 to 1/2048 of its values."""
 FEW = 10
 """A percentile needs this many values above it."""
-
-
-def name_of(percentile: float) -> str:
-    return f"p{percentile:g}"
 
 
 def needed(percentile: float) -> int:
@@ -65,7 +61,7 @@ class LatencyHistogram:
     def percentiles(self) -> dict[str, float]:
         """Percentiles in ns, without those that too few values exceed."""
         return {
-            name_of(share): float(self._counts.get_value_at_percentile(share))
+            percentile_name(share): float(self._counts.get_value_at_percentile(share))
             for share in PERCENTILES
             if self.count >= needed(share)
         }
@@ -99,4 +95,4 @@ def window_percentiles(values: NDArray[np.int64]) -> dict[str, float]:
     if not len(values):
         return {}
     result = np.percentile(values, shares, method="inverted_cdf")
-    return {name_of(share): float(value) for share, value in zip(shares, result, strict=True)}
+    return {percentile_name(share): float(value) for share, value in zip(shares, result, strict=True)}

@@ -10,7 +10,7 @@ from html import escape
 from shmserve.terminal.tables import duration_text
 from shmserve.tools.charts import Axis, Series, bars, html_table, lines, page
 from shmserve.tools.load.analysis.latencies import buckets
-from shmserve.tools.load.plan import SECOND
+from shmserve.tools.load.plan import SECOND, percentile_name
 from shmserve.tools.load.record import Latencies, Point, SavedRun
 from shmserve.tools.load.report.table import NAMES, echo_text, percentile_text, rate_text, share_text
 
@@ -65,8 +65,8 @@ def _summary(run: SavedRun) -> str:
     facts = [
         f"measured {run.created}",
         f"over {run.plan.endpoint.scheme}",
-        f"windows of {settings.window_ns / SECOND:g} s until throughput and p{settings.percentile:g} are known to "
-        f"+-{settings.tolerance:.0%} with {settings.confidence:.0%} confidence",
+        f"windows of {settings.window_ns / SECOND:g} s until throughput and {percentile_name(settings.percentile)} "
+        f"are known to +-{settings.tolerance:.0%} with {settings.confidence:.0%} confidence",
         f"{run.machine.get('cores')} cores, {run.machine.get('kernel')}",
     ]
     if run.plan.limit is not None:

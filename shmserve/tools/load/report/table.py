@@ -8,10 +8,10 @@ from shmserve.terminal.console import BAD, FAINT, GOOD, WARN, Column, Screen, no
 from shmserve.terminal.tables import duration_text
 from shmserve.tools.load.analysis.compare import BETTER, FAILED, MIXED, SAME, UNKNOWN, WORSE, Change, RunComparison
 from shmserve.tools.load.measure import MeasureProgress
-from shmserve.tools.load.plan import PERCENTILES, SECOND, ClosedLoop, LatencyLimit, Load
+from shmserve.tools.load.plan import PERCENTILES, SECOND, ClosedLoop, LatencyLimit, Load, percentile_name
 from shmserve.tools.load.record import EchoResult, Interval, Latencies, Point, SavedRun
 
-NAMES = tuple(f"p{percentile:g}" for percentile in PERCENTILES)
+NAMES = tuple(map(percentile_name, PERCENTILES))
 _RANKS = {"p90": 3, "p95": 3, "p99.9": 2, "p99.99": 4}
 ERRORS = 5
 """Maximum number of error texts shown for a load, the most frequent ones."""

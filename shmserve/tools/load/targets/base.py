@@ -9,8 +9,6 @@ from msgspec import Struct
 
 Arrays = Mapping[str, Any]
 """Input name -> array. BF16 as its bits, uint16."""
-Spec = Mapping[str, Any]
-"""A tensor in the metadata: name, datatype, shape."""
 
 ASK_S = 30.0
 """Maximum wait for metadata and statistics. A peer that is not a KServe server may accept the connection and never
@@ -36,8 +34,27 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     """Name and version."""
 
 
-def optional_inputs(config: Mapping[str, Any]) -> frozenset[str]:
-    return frozenset(spec["name"] for spec in config.get("input", ()) if spec.get("optional"))
+def facts_of(metadata: Mapping[str, Any], config: Mapping[str, Any], server: Mapping[str, Any]) -> ModelFacts:
+    """The facts in these three documents of a server."""
+
+    def specs(kind: str) -> dict[str, dict[str, Any]]:
+        return {
+            spec["name"]: {
+                "name": spec["name"],
+                "datatype": spec["datatype"],
+                "shape": [int(dim) for dim in spec.get("shape", ())],
+            }
+            for spec in metadata.get(kind, ())
+        }
+
+    return ModelFacts(
+        inputs=specs("inputs"),
+        outputs=specs("outputs"),
+        optional=frozenset(spec["name"] for spec in config.get("input", ()) if spec.get("optional")),
+        max_batch=int(config.get("max_batch_size", 0)),
+        decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
+        server={name: str(server.get(name, "")) for name in ("name", "version")},
+    )
 
 
 class TargetOptions(Struct, frozen=True, kw_only=True):

@@ -18,11 +18,12 @@ from shmserve.tools.load.targets.base import (
     RequestSlot,
     SequencePart,
     TargetOptions,
+    facts_of,
     latest_statistics,
 )
 from shmserve.tools.load.targets.connecting import connect, explained, tls_of
 from shmserve.tools.load.targets.grpc_connection import GrpcConnection, framed, head_block
-from shmserve.tools.load.targets.kserve import facts_of, parameters, raw_bytes
+from shmserve.tools.load.targets.kserve import parameters, raw_bytes
 
 _FINAL = "triton_final_response"
 

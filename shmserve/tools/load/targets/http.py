@@ -15,11 +15,12 @@ from shmserve.tools.load.targets.base import (
     RequestSlot,
     SequencePart,
     TargetOptions,
+    facts_of,
     latest_statistics,
 )
 from shmserve.tools.load.targets.connecting import explained
 from shmserve.tools.load.targets.http_connection import DATA, HttpCaller, HttpConnections
-from shmserve.tools.load.targets.kserve import facts_of, json_values, parameters, raw_bytes
+from shmserve.tools.load.targets.kserve import json_values, parameters, raw_bytes
 
 _ERROR_EVENT = b'data: {"error":'
 """The beginning of an event that reports an error. A model may also have an output of this name."""

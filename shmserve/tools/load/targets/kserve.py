@@ -1,16 +1,14 @@
-"""Code shared by HTTP and gRPC: tensors as bytes or JSON, request parameters, and metadata and configuration as
-ModelFacts.
-"""
+"""Code shared by HTTP and gRPC: tensors as bytes or JSON, and request parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from shmserve.errors import Unsupported
-from shmserve.tools.load.targets.base import ModelFacts, SequencePart, Spec, TargetOptions, optional_inputs
+from shmserve.terminal.values import Spec
+from shmserve.tools.load.targets.base import ModelFacts, SequencePart, TargetOptions
 
 
 def raw_bytes(array: Any) -> bytes:
@@ -56,24 +54,3 @@ def parameters(options: TargetOptions, part: SequencePart | None) -> dict[str, A
     if part is not None:
         results |= {"sequence_id": part.sequence, "sequence_start": part.start, "sequence_end": part.end}
     return results
-
-
-def facts_of(metadata: Mapping[str, Any], config: Mapping[str, Any], server: Mapping[str, Any]) -> ModelFacts:
-    def specs(kind: str) -> dict[str, dict[str, Any]]:
-        return {
-            spec["name"]: {
-                "name": spec["name"],
-                "datatype": spec["datatype"],
-                "shape": [int(dim) for dim in spec.get("shape", ())],
-            }
-            for spec in metadata.get(kind, ())
-        }
-
-    return ModelFacts(
-        inputs=specs("inputs"),
-        outputs=specs("outputs"),
-        optional=optional_inputs(config),
-        max_batch=int(config.get("max_batch_size", 0)),
-        decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
-        server={name: str(server.get(name, "")) for name in ("name", "version")},
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +22,8 @@ from shmserve.tools.load.targets.base import (
     RequestSlot,
     SequencePart,
     TargetOptions,
+    facts_of,
     latest_statistics,
-    optional_inputs,
 )
 
 CONNECT_S = 5.0
@@ -44,30 +45,19 @@ class NativeTarget:
     async def facts(self, model: str, version: str) -> ModelFacts:
         client, chosen = self._client, version or None
         server, metadata = await client.metadata(), await client.metadata(model, chosen)
-        config = await client.config(model, chosen)
-        return ModelFacts(
-            inputs={spec["name"]: dict(spec) for spec in metadata["inputs"]},
-            outputs={spec["name"]: dict(spec) for spec in metadata["outputs"]},
-            optional=optional_inputs(config),
-            max_batch=int(config.get("max_batch_size", 0)),
-            decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
-            server={"name": str(server["name"]), "version": str(server["version"])},
-        )
+        return facts_of(metadata, await client.config(model, chosen), server)
 
     def prepare(self, arrays: Arrays, facts: ModelFacts, options: TargetOptions) -> Any:
         inputs = {
             name: Raw("BF16", value) if facts.inputs[name]["datatype"] == "BF16" else value
             for name, value in arrays.items()
         }
-        return (
-            inputs,
-            {
-                "outputs": options.outputs or None,
-                "version": options.version or None,
-                "timeout": options.deadline_ns / SECOND or None,
-            },
-            options.model,
-        )
+        details = {
+            "outputs": options.outputs or None,
+            "version": options.version or None,
+            "timeout": options.deadline_ns / SECOND or None,
+        }
+        return _NativeRequest(options.model, inputs, details)
 
     def prepare_prompt(self, prompt: PromptRequest, facts: ModelFacts, options: TargetOptions) -> Any:
         """The inputs of Triton's vLLM backend, as far as the model has them."""
@@ -90,7 +80,7 @@ class NativeTarget:
             for name, value in values.items()
             if value is not None and name in facts.inputs
         }
-        return _Chat(self.prepare(arrays, facts, options))
+        return self.prepare(arrays, facts, options)._replace(has_tokens=True)
 
     async def slot(self) -> RequestSlot:
         return _NativeSlot(self._client)
@@ -102,10 +92,13 @@ class NativeTarget:
         await self._client.close()
 
 
-class _Chat(NamedTuple):
-    """A request to a language model, whose responses have numbers of tokens."""
+class _NativeRequest(NamedTuple):
+    """`has_tokens`: it is for a language model, whose responses have numbers of tokens."""
 
-    request: Any
+    model: str
+    inputs: Mapping[str, Any]
+    options: dict[str, Any]
+    has_tokens: bool = False
 
 
 class _NativeSlot:
@@ -114,22 +107,19 @@ class _NativeSlot:
         self._stream = client.stream
 
     async def send(self, body: Any, part: SequencePart | None) -> None:
-        inputs, options, model = body
-        await self._submit(model, inputs, **options, **_sequence(part))
+        await self._submit(body.model, body.inputs, **body.options, **_sequence(part))
 
     async def stream(self, body: Any, part: SequencePart | None, on_answer: Receiver) -> None:
-        if isinstance(body, _Chat):
-            await self._chat(body, on_answer)
+        if body.has_tokens:
+            await self._prompt(body, on_answer)
             return
-        inputs, options, model = body
-        async with self._stream(model, inputs, **options, **_sequence(part)) as answers:
+        async with self._stream(body.model, body.inputs, **body.options, **_sequence(part)) as answers:
             async for _ in answers:
                 on_answer()
 
-    async def _chat(self, body: _Chat, on_answer: Receiver) -> None:
-        inputs, options, model = body.request
+    async def _prompt(self, body: _NativeRequest, on_answer: Receiver) -> None:
         prompt = output = 0
-        async with self._stream(model, inputs, **options) as answers:
+        async with self._stream(body.model, body.inputs, **body.options) as answers:
             async for answer in answers:
                 tokens = int(answer["num_output_tokens"].sum()) if "num_output_tokens" in answer else 1
                 if tokens:
