@@ -35,15 +35,21 @@ STATES: Mapping[str, str] = {
     "READY": GOOD,
     "ready": GOOD,
     "LOADING": WARN,
-    "starting": WARN,
+    "RELOADING": WARN,
     "UNLOADING": WARN,
+    "DEGRADED": WARN,
+    "starting": WARN,
+    "waiting": WARN,
     "stopping": WARN,
     "backoff": BAD,
-    "UNAVAILABLE": BAD,
     "failed": BAD,
+    "killed": BAD,
+    "quarantined": BAD,
+    "UNAVAILABLE": BAD,
     "not loaded": FAINT,
     "stopped": FAINT,
 }
+"""State of a version or an instance -> style."""
 
 
 def is_colored(choice: bool | None, stream: TextIO) -> bool:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from shmserve.llm.figures import FIGURES
 from shmserve.protocol.rates import Row
+from shmserve.terminal import console
 from shmserve.terminal.tables import text_width, visible
 from shmserve.tools.top.texts import (
     NOTHING,
@@ -32,6 +33,8 @@ WIDE = 110
 """From this width on, two spaces separate columns."""
 RARE = 22
 """Columns from this rank on are shown only if a row has a value."""
+_KEPT = 9
+"""Columns up to this rank keep their place even if no row has a value."""
 _WIDTHS = {"count": 6, "rate": 6, "duration": 6, "bytes": 6, "share": 5}
 
 
@@ -207,21 +210,10 @@ TABLES = (MODELS, INSTANCES, CLIENTS, GPUS)
 
 # ------------------------------------------------------------------------------------------ cells
 
-STATES = {
-    "READY": "good",
-    "ready": "good",
-    "LOADING": "warn",
-    "RELOADING": "warn",
-    "DEGRADED": "warn",
-    "starting": "warn",
-    "waiting": "warn",
-    "stopping": "warn",
-    "backoff": "bad",
-    "failed": "bad",
-    "killed": "bad",
-    "quarantined": "bad",
-    "UNAVAILABLE": "bad",
-    "not loaded": "dim",
+_NONZERO = {"failed_per_s": "bad", "queued": "warn"}
+"""Column -> style of its values above 0."""
+_STYLES = {console.GOOD: "good", console.WARN: "warn", console.BAD: "bad", console.FAINT: "dim"}
+STATES = {state: _STYLES[style] for state, style in console.STATES.items()} | {
     "NOT READY": "bad",
     "DRAINING": "warn",
     "UNREACHABLE": "bad",
@@ -264,9 +256,7 @@ def style(column: TopColumn, row: Mapping[str, Any]) -> str:
         return "bar"
     if column.key == "release":
         return "warn" if row.get("release_differs") else "plain"
-    if column.key in ("failed_per_s", "queued"):
-        return ("bad" if column.key == "failed_per_s" else "warn") if value else "plain"
-    return "plain"
+    return _NONZERO.get(column.key, "plain") if value else "plain"
 
 
 # ------------------------------------------------------------------------------------------ selection
@@ -286,7 +276,7 @@ def choose(
     """The most important columns that fit. Columns without a value in any row give way to more important ones, and are
     left out from rank RARE on."""
     gap = 2 if width >= WIDE else 1
-    empty = {column.key for column in table.columns if (column.rare or column.rank > 9) and _is_empty(column, rows)}
+    empty = {column.key for column in table.columns if (column.rare or column.rank > _KEPT) and _is_empty(column, rows)}
     candidates = [column for column in table.columns if column.key not in empty or not column.is_rare]
     ranked = sorted(candidates, key=lambda column: (column.key in empty, column.rank))
     longest = {column.key: _longest(column, rows, unknown) for column in candidates if column.grows}
