@@ -37,7 +37,7 @@ class Series(Struct, frozen=True):
 
 
 class Axis(Struct, frozen=True):
-    """`log`: logarithmic, for values above 0 only."""
+    """`write` makes the text of a value. `log`: the axis is logarithmic, for values above 0 only."""
 
     name: str
     write: Write = lambda value: f"{value:,.4g}"

@@ -30,8 +30,8 @@ from shmserve.terminal.tables import duration_text, table
 
 
 class Collected:
-    """Invariants: `batches` and `ends` contain records of at most `limit` requests. Other requests are only counted in
-    `left_out`. A request counts once, however many records it has."""
+    """The records of a recording. Invariants: `batches` and `ends` contain records of at most `limit` requests. Other
+    requests are only counted in `left_out`. A request counts once, however many records it has."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -149,7 +149,7 @@ class _Span(Struct, eq=False):
 
 
 class TraceTimeline:
-    """`not_shown`: number of spans that did not fit into the rows of their model."""
+    """A recording as trace events. `not_shown`: number of spans that did not fit into the rows of their model."""
 
     def __init__(self, collected: Collected) -> None:
         self._collected = collected

@@ -148,11 +148,11 @@ class Confirmation:
         each.gpu_memory = max(each.gpu_memory, self._bench.gpu_memory())
         if result.failed:
             each.error = f"{result.failed} requests failed: {result.error}"
-        each.points.append(point(result, rate, goal))
+        each.points.append(rate_point(result, rate, goal))
         return each.points[-1]
 
 
-def point(observation: Observation, rate: float, goal: Goal) -> RatePoint:
+def rate_point(observation: Observation, rate: float, goal: Goal) -> RatePoint:
     holds = not observation.overloaded and not observation.failed and observation.p99_ns <= goal.p99_ns
     return RatePoint(
         rate,

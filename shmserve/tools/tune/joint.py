@@ -22,7 +22,7 @@ from shmserve.repo.rules.ensemble_steps import IF, MAP, added, steps_of
 from shmserve.sim import Load, Plan, Poisson, SimModel, simulate
 from shmserve.tools.load.report.table import rate_text
 from shmserve.tools.tune.bench import Bench, SharedBench
-from shmserve.tools.tune.confirm import FACTOR, GIVE_UP, RatePoint, point
+from shmserve.tools.tune.confirm import FACTOR, GIVE_UP, RatePoint, rate_point
 from shmserve.tools.tune.fit import Pair
 from shmserve.tools.tune.goal import Goal
 from shmserve.tools.tune.measure import Measurement
@@ -331,7 +331,7 @@ class JointTuner:
                 )
                 seen = self._bench.open(rates, targets[0].goal.seconds, limits)
                 measured.append(rate)
-                points.append([point(*each) for each in zip(seen, rates, (t.goal for t in targets), strict=True)])
+                points.append([rate_point(*each) for each in zip(seen, rates, (t.goal for t in targets), strict=True)])
             if self.outcome.rate(prediction.settings):
                 return
             rate /= FACTOR

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from shmserve.errors import ModelFailed
 from shmserve.tools.tune.bench import Bench, Observation
@@ -37,7 +37,7 @@ class Times(Struct):
     gpu_memory: dict[Pair, int] = {}
     highest: dict[Pair, float] = {}
     """The highest number of rows per second that each pair has reached."""
-    skipped: list[str] = field(default_factory=list)
+    skipped: list[str] = []
     """Why larger numbers were not tried."""
 
 
