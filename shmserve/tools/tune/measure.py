@@ -91,8 +91,7 @@ class Measurement:
         for size in sizes:
             if not self._round(pair, size, lengths, rounds):
                 break
-        times.memory[pair] = self._bench.memory()
-        times.gpu_memory[pair] = self._bench.gpu_memory()
+        times.memory[pair], times.gpu_memory[pair] = self._bench.memory(), self._bench.gpu_memory()
         for size in sorted({size for size, _ in rounds}, reverse=True):
             self._round(pair, size, lengths, rounds)
         if complete:

@@ -212,7 +212,7 @@ def test_a_target_that_no_setting_meets(goal: Goal, text: str) -> None:
     assert text in report.text(outcome, Screen(False))
 
 
-@pytest.mark.parametrize("step", ["measure", "calibrate", "search", "confirm", "before confirm"])
+@pytest.mark.parametrize("step", ["measure", "memory in measure", "calibrate", "search", "confirm", "before confirm"])
 def test_an_interrupt_keeps_what_was_found(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted(SimulatedBench):
         def open(self, rate: float, seconds: float, give_up_ns: float) -> Observation:
@@ -225,6 +225,11 @@ def test_an_interrupt_keeps_what_was_found(step: str, monkeypatch: pytest.Monkey
                 raise KeyboardInterrupt
             return super().closed(callers, seconds, length)
 
+        def gpu_memory(self) -> int:
+            if step == "memory in measure":
+                raise KeyboardInterrupt
+            return super().gpu_memory()
+
     class Interrupting(Events):
         def step(self, name: str) -> None:
             if step == f"before {name}":  # the step is shown, but its work has not begun
@@ -235,8 +240,9 @@ def test_an_interrupt_keeps_what_was_found(step: str, monkeypatch: pytest.Monkey
                 raise KeyboardInterrupt
 
     outcome = Tuner(Interrupted(sweet), small(), Goal(30 * MS, instances=(1, 2), simulated=QUICK), Interrupting()).run()
-    assert outcome.interrupted == step.removeprefix("before ")
-    assert (outcome.chosen is None) == (step in ("measure", "calibrate"))
+    assert outcome.interrupted == step.split()[-1]
+    assert report.as_json(outcome, "x")["interrupted"] == outcome.interrupted
+    assert (outcome.chosen is None) == (outcome.interrupted in ("measure", "calibrate"))
     if outcome.chosen is not None:
         assert outcome.chosen.batch == 8
         text = report.text(outcome, Screen(False))
