@@ -95,6 +95,8 @@ def _image(path: Path, spec: Spec) -> Any:
             picture = picture.resize((width if width > 0 else picture.width, height if height > 0 else picture.height))
     except UnidentifiedImageError as error:
         raise Misuse(f"input '{spec['name']}': {path} is not an image") from error
+    except Image.DecompressionBombError as error:
+        raise Misuse(f"input '{spec['name']}': {path} cannot be read: {error}") from error
     pixels: NDArray[Any] = np.asarray(picture).reshape(picture.height, picture.width, channels)
     pixels = np.ascontiguousarray(pixels.transpose(2, 0, 1) if planes_first else pixels)
     if spec["datatype"] == "BF16":

@@ -96,9 +96,12 @@ def test_each_kind_of_file(tmp_path: Path) -> None:
     ("x=@{}/odd.json", r"cannot read .*odd\.json: it is not text"),
     ("x=@{}/odd.png", r"is \[-1, 2\], not \[.., 3, H, W\]"),
     ("p=@{}/odd.png", "is not an image"),
+    ("p=@{}/large.png", r"large\.png cannot be read: Image size \(9 pixels\) exceeds limit"),
     ("x=@{}/empty", "the directory has no files"),
 )
-def test_invalid_inputs_are_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_invalid_inputs_are_refused(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.new("L", (3, 3)).save(tmp_path / "large.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4)
     (tmp_path / "file.txt").write_text("1")
     (tmp_path / "odd.json").write_bytes(b"\xff")
     (tmp_path / "odd.png").write_bytes(b"abc")
