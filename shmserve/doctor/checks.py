@@ -56,7 +56,7 @@ def shared_memory(machine: Machine) -> list[Finding]:
         return [Finding("/dev/shm", ERROR, f"{result}, not writable", needed, "chmod 1777 /dev/shm")]
     if free >= SHM_BYTES:
         return [Finding("/dev/shm", OK, result, needed)]
-    fix = "mount -o remount,size=2g /dev/shm; in a container: --shm-size 2g; remove what else is in it"
+    fix = "mount -o remount,size=2g /dev/shm; in a container: --shm-size 2g; or remove other files from it"
     return [Finding("/dev/shm", WARNING, result, needed, fix)]
 
 
@@ -122,7 +122,7 @@ def control_groups(machine: Machine) -> list[Finding]:
     try:
         cgroups.check_own(machine.path("proc/self/cgroup"), machine.path("proc/self/mounts"))
     except cgroups.CgroupsUnavailable as reason:
-        fix = "only for memory limits of workers: run it as a service (make install-systemd), which has Delegate=memory"
+        fix = "for memory limits of workers, run the server as a service: make install-systemd sets Delegate=memory"
         return [Finding("control groups", INFO, str(reason), "a delegated group of cgroup v2", fix)]
     return [Finding("control groups", OK, "delegated, with the memory controller", "a delegated group of cgroup v2")]
 

@@ -163,7 +163,7 @@ def _shape(spec: Spec, batch: int | None) -> tuple[int, ...]:
     if batch is not None:
         if not shape or spec["shape"][0] >= 0:
             raise Misuse(
-                f"input '{spec['name']}' is {shape_text(spec['shape'])}: the model takes no batches, leave out --batch"
+                f"input '{spec['name']}' is {shape_text(spec['shape'])}: the model takes no batches: leave out --batch"
             )
         shape[0] = batch
     return tuple(shape)
@@ -188,4 +188,6 @@ def _check_size(name: str, shape: tuple[int, ...], item_bytes: int) -> None:
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > machine:
         text = f"random data for input '{name}' of shape {shape_text(shape)} would take {bytes_text(size)}"
-        raise Misuse(f"{text}, this machine has {bytes_text(machine)}; give a smaller --shape or --batch, or --input")
+        raise Misuse(
+            f"{text}, and this machine has {bytes_text(machine)}: give a smaller --shape or --batch, or --input"
+        )

@@ -77,12 +77,12 @@ async def measured(
     try:
         facts = await control.facts(plan.model, plan.version)
         if facts.decoupled and not plan.stream:
-            text = f"model '{plan.model}' is decoupled, it may answer a request several times: use --stream"
+            text = f"model '{plan.model}' is decoupled and may answer a request several times: use --stream"
             raise InvalidRequest(text)
         unknown = [name for name in plan.inputs.outputs if name not in facts.outputs]
         if unknown:
             has = ", ".join(facts.outputs)
-            raise InvalidRequest(f"model '{plan.model}' has no output '{unknown[0]}', its outputs are: {has}")
+            raise InvalidRequest(f"model '{plan.model}' has no output '{unknown[0]}'; its outputs are {has}")
         async with Generators(plan) as generators:
             session = _Session(plan, control, generators, on_progress)
             points = await session.run()

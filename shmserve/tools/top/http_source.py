@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from shmserve import histogram
-from shmserve.errors import Internal, ServeError, Unsupported
+from shmserve.errors import Internal, ServeError
 from shmserve.repo.gpus import SHOWN_METRICS
 from shmserve.tools.top.sources import Curves, Record, Step, curves_of, recent_of, steps_of
 from shmserve.transport.http_link import HttpLink, parts_of
@@ -147,8 +147,6 @@ class HttpSource:
         return document
 
     def operate(self, what: str, model: str, version: int | None, instance: str) -> list[str]:
-        if what not in self.operations:
-            raise Unsupported(f"'{what}' is not possible over HTTP; connect over the lane, ipc or tcp instead")
         connection = self._api.another(timeout=None)  # reads continue during operations
         self._operating.append(connection)
         try:

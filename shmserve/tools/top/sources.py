@@ -36,8 +36,8 @@ class Source(Protocol):
         """A document, as `view` describes it."""
 
     def operate(self, what: str, model: str, version: int | None, instance: str) -> list[str]:
-        """Runs an operation until it is complete, and returns the warnings about it. Version and instance are for
-        restarts: None and "" mean all."""
+        """Runs one of its operations until it is complete, and returns the warnings about it. Version and instance are
+        for restarts: None and "" mean all."""
 
     def log(self, model: str) -> Sequence[Record]:
         """The latest records of the model's log."""

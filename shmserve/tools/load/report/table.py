@@ -154,7 +154,7 @@ def _notes(run: SavedRun, screen: Screen) -> list[str]:
         for text, count in errors[:ERRORS]:
             add(f"{point.load}: {count:,} failed: {text}")
         if point.cost.busiest > BUSY:
-            used = f"the generator may be the limit, a process used {point.cost.busiest:.0%} of a core"
+            used = f"a generator process used {point.cost.busiest:.0%} of a core and may be the limit"
             add(f"{point.load}: {used}; --processes adds others", WARN)
         if point.cost.send_delay_p99_ns > 0.1 * _p50(point) and _is_open(point.load):
             late = duration_text(point.cost.send_delay_p99_ns / SECOND)

@@ -96,7 +96,7 @@ def test_a_stream_load_measures_first_and_later_responses_and_counts_failures(ki
     )  # the model fails after its last response
     assert failing.failed
     assert not failing.latency.count
-    with pytest.raises(InvalidRequest, match=r"model 'talker' is decoupled, .*: use --stream"):
+    with pytest.raises(InvalidRequest, match=r"model 'talker' is decoupled and .*: use --stream"):
         measure(replace(plan, stream=False, inputs=RequestInputs()))
 
 

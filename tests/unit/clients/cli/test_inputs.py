@@ -274,7 +274,7 @@ def test_shapes_of_random_data() -> None:
 
 @pytest.mark.parametrize("dtype", ["FP32", "INT8", "BOOL", "BYTES", "BF16"])
 def test_random_data_larger_than_the_memory_is_refused(dtype: str) -> None:
-    text = r"'x' of shape \[1000000000000000000, 4\] would take [\d.]+ TiB, this machine has [\d.]+ \w+; give a sm"
+    text = r"'x' of shape \[1000000000000000000, 4\] would take [\d.]+ TiB, and this machine has [\d.]+ \w+: give a sm"
     with pytest.raises(Misuse, match=text):
         inputs.random(known(spec(dtype, 10**18, 4)), None, {}, None)
     with pytest.raises(Misuse, match="would take"):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import trustme
 
-from shmserve.errors import ConnectionLost, Denied, Internal, InvalidRequest, NotFound, Unsupported
+from shmserve.errors import ConnectionLost, Denied, Internal, InvalidRequest, NotFound
 from shmserve.tools.top.http_source import HttpSource, document_of, samples
 from shmserve.tools.top.sources import ServerSource
 from shmserve.tools.top.view import make_view
@@ -176,8 +176,6 @@ def test_reading_and_loading() -> None:
             made.operate("load", "bad", None, "")
         with pytest.raises(NotFound, match="no such path"):
             made.operate("unload", "m", None, "")
-        with pytest.raises(Unsupported, match="'restart' is not possible over HTTP"):
-            made.operate("restart", "m", None, "")
 
 
 def test_metrics_that_cannot_be_read_are_a_note() -> None:
