@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -45,6 +44,20 @@ LAST_LINES = 8
 LISTENING = b"L"
 
 
+class ServerState(msgspec.Struct, frozen=True):
+    """What a host tells owners about its server."""
+
+    state: str
+    """starting, ready, or failed: the server has crashed repeatedly. Owners add over: the host is gone."""
+    host: int = 0
+    """The pid of the host."""
+    runtime_dir: str = ""
+    ports: dict[str, int] = {}
+    """Endpoint -> port, when the server is ready."""
+    reason: str = ""
+    """Why the server has failed or is started again."""
+
+
 class Host:
     """`reports`: a descriptor to which LISTENING is written."""
 
@@ -56,7 +69,7 @@ class Host:
         self._config = config
         self._reports = reports
         self._owners: set[asyncio.StreamWriter] = set()
-        self._state: dict[str, Any] = {"state": "starting"}
+        self._state = self._state_of("starting")
         self._over = asyncio.Event()
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
 
@@ -102,13 +115,16 @@ class Host:
                 self._socket.unlink()  # the next owner starts another host
             self._over.set()
 
-    def _publish(self, state: str, **more: Any) -> None:
-        self._state = {"state": state, "host": os.getpid(), "runtime_dir": str(self._place / "run"), **more}
+    def _state_of(self, state: str, **more: Any) -> ServerState:
+        return ServerState(state, os.getpid(), str(self._place / "run"), **more)
+
+    def _publish(self, state: ServerState) -> None:
+        self._state = state
         for writer in self._owners:
             self._tell(writer)
 
     def _tell(self, writer: asyncio.StreamWriter) -> None:
-        writer.write(json.dumps(self._state).encode() + b"\n")
+        writer.write(msgspec.json.encode(self._state) + b"\n")
 
     def _remove_directory(self) -> None:
         """Removes the directory if it is empty. Starters hold the lock while they create or use it."""
@@ -136,10 +152,10 @@ class Host:
             crashes = 1 if loop.time() - began > STABLE_S else crashes + 1
             text = f"the server exited with code {code}: {'; '.join(self._lines) or 'it printed nothing'}"
             if not was_ready or crashes > RESTARTS:
-                self._publish("failed", reason=text)
+                self._publish(self._state_of("failed", reason=text))
                 return
             print(f"shmserve: {text}; it is started again", file=sys.stderr, flush=True)
-            self._publish("starting", reason=text)
+            self._publish(self._state_of("starting", reason=text))
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._over.wait(), BACK_OFF_S[min(crashes, len(BACK_OFF_S)) - 1])
 
@@ -186,7 +202,7 @@ class Host:
         if output[:1] != ["READY"]:
             return False
         ports = (word.partition("=") for word in output[1:])
-        self._publish("ready", ports={endpoint: int(port) for endpoint, _, port in ports})
+        self._publish(self._state_of("ready", ports={endpoint: int(port) for endpoint, _, port in ports}))
         return True
 
     async def _copy_output(self, process: asyncio.subprocess.Process) -> None:

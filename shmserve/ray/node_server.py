@@ -6,7 +6,6 @@ Invariant: the server lives as long as any of its owners and ends after the last
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 import subprocess
@@ -16,17 +15,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import msgspec
 
 from shmserve.errors import Unavailable
 from shmserve.paths import make_runtime_dir, python, temporary_dir
 from shmserve.ray.config import ServerConfig
-from shmserve.ray.host import LISTENING
+from shmserve.ray.host import LISTENING, ServerState
 
 ENDED = ("failed", "over")
-"""States without a server: the server has crashed repeatedly, or the host is gone."""
+"""States without a server."""
+CLOSED = ServerState("closed")
+OVER = ServerState("over", reason="the host of the server has ended")
 LONGEST = 40
 """Maximum length of the path of the temporary folder, in bytes."""
 
@@ -55,7 +55,7 @@ class NodeServer:
         self._on_failure = on_failure
         self._socket: socket.socket | None = None
         self._changed = threading.Condition()
-        self._state: dict[str, Any] = {}
+        self._state = CLOSED
         self._started = False
         self._runs = 0
 
@@ -63,7 +63,7 @@ class NodeServer:
     def is_ready(self) -> bool:
         """False while the server is being restarted, and after it has failed for good."""
         with self._changed:
-            return self._state.get("state") == "ready"
+            return self._state.state == "ready"
 
     @property
     def runs(self) -> int:
@@ -74,23 +74,23 @@ class NodeServer:
     @property
     def runtime_dir(self) -> Path:
         """For `Client(runtime_dir=...)`; it stays the same when the server is restarted."""
-        return Path(self._known()["runtime_dir"])
+        return Path(self._known().runtime_dir)
 
     @property
     def ports(self) -> dict[str, int]:
         """Endpoint -> port on 127.0.0.1. A restarted server has other ports; empty until it is ready again."""
-        return dict(self._known().get("ports", {}))
+        return dict(self._known().ports)
 
     @property
     def host(self) -> int:
         """The pid of the host."""
-        return int(self._known()["host"])
+        return self._known().host
 
     @property
     def failure(self) -> str:
         """Why the server has failed for good; "" while it runs or is being restarted."""
         with self._changed:
-            return str(self._state["reason"]) if self._state.get("state") in ENDED else ""
+            return self._state.reason if self._state.state in ENDED else ""
 
     def start(self, timeout: float) -> None:
         """Starts the server, unless another owner has, and waits until it is ready."""
@@ -102,14 +102,14 @@ class NodeServer:
             threading.Thread(target=self._follow, args=(owned,), name="shmserve host", daemon=True).start()
             with self._changed:
                 settled, state = self._settled(end), self._state
-                self._started = state.get("state") == "ready"
+                self._started = state.state == "ready"
             if self._started:
                 return
             self.close()
             if not settled:
                 raise Unavailable(f"the server was not ready within {timeout:g} s")
-            if state["state"] == "failed":
-                raise Unavailable(state["reason"])
+            if state.state == "failed":
+                raise Unavailable(state.reason)
             # "over": the last other owner of a shared server has just left, so that server ends; start another
 
     def wait_ready(self, end: float) -> None:
@@ -124,7 +124,7 @@ class NodeServer:
     def wait_end(self, run: int, timeout: float) -> None:
         """Waits until the host has noticed that this run of the server has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._runs != run or self._state.get("state") != "ready", timeout)
+            self._changed.wait_for(lambda: self._runs != run or self._state.state != "ready", timeout)
 
     def close(self) -> None:
         """Releases the server, which ends if this was the last owner. Returns at once."""
@@ -133,7 +133,7 @@ class NodeServer:
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket = None
         with self._changed:
-            self._state = {}
+            self._state = CLOSED
             self._started = False
 
     def __enter__(self) -> NodeServer:
@@ -145,15 +145,15 @@ class NodeServer:
 
     # ------------------------------------------------------------------------------------------------ internals
 
-    def _known(self) -> dict[str, Any]:
+    def _known(self) -> ServerState:
         with self._changed:
-            if "runtime_dir" not in self._state:
+            if not self._state.runtime_dir:
                 raise Unavailable("the server is not running")
             return self._state
 
     def _settled(self, end: float) -> bool:
         """Waits, with the lock of the state, until the server is ready or has failed for good. False at `end`."""
-        return self._changed.wait_for(lambda: self._state.get("state") in ("ready", *ENDED), end - time.monotonic())
+        return self._changed.wait_for(lambda: self._state.state in ("ready", *ENDED), end - time.monotonic())
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -196,21 +196,21 @@ class NodeServer:
 
     def _follow(self, owned: socket.socket) -> None:
         """Reads the server's state, in a separate thread, until the host ends."""
-        with owned, owned.makefile("r") as lines:
+        with owned, owned.makefile("rb") as lines:
             try:
                 for line in lines:
-                    self._state_changed(owned, json.loads(line))
-            except (OSError, ValueError):
+                    self._state_changed(owned, msgspec.json.decode(line, type=ServerState))
+            except (OSError, msgspec.DecodeError):
                 pass  # the connection ended in the middle of a line: the host was killed
-        self._state_changed(owned, {"state": "over", "reason": "the host of the server has ended"})
+        self._state_changed(owned, OVER)
 
-    def _state_changed(self, owned: socket.socket, state: dict[str, Any]) -> None:
+    def _state_changed(self, owned: socket.socket, state: ServerState) -> None:
         with self._changed:
             if owned is not self._socket:
                 return
-            failed = self._started and state["state"] in ENDED
+            failed = self._started and state.state in ENDED
             self._state = state
-            self._runs += state["state"] == "ready"
+            self._runs += state.state == "ready"
             self._changed.notify_all()
         if failed and self._on_failure is not None:
             self._on_failure()
