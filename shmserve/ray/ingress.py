@@ -39,6 +39,8 @@ REFUSED = "send this to a server, not to the application"
 NOT_REPEATED = "the server failed while processing this request; do not retry it, because it may have run"
 SEQUENCE_FIELD = "x-sequence-id"
 HEADER_LENGTH = "inference-header-content-length"
+MAX_DIGITS = 19
+"""Digits of the largest length; more are left to the server to refuse."""
 STREAM_PATH = f"/{INFERENCE}/{STREAM}"
 STREAM_RESPONSE = "inference.ModelStreamInferResponse"
 OWN_METADATA = ("application", "request_id", "multiplexed_model_id", "session_id")
@@ -77,7 +79,8 @@ def http_target(route: Route, fields: dict[str, str], body: bytes) -> CallTarget
     if route.action in FORMS:
         return CallTarget(_model_in_form(body), sequence)
     length = fields.get(HEADER_LENGTH, "")
-    text = body[: int(length)] if length.isascii() and length.isdecimal() else body
+    is_number = length.isascii() and length.isdecimal() and len(length) <= MAX_DIGITS
+    text = body[: int(length)] if is_number else body
     if route.action in OPENAI or (not sequence and b'"sequence_id"' in text):
         try:
             document = msgspec.json.decode(text, type=_Document)

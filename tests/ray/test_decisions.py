@@ -163,6 +163,7 @@ FORM = b'--a\r\nContent-Disposition: form-data; name="model"\r\n\r\nspeech\r\n--
     ("/v2/models/m/infer", {}, b'{"parameters": {"sequence_id": 0}}', CallTarget("m")),
     ("/v2/models/m/infer", {}, b'{"parameters": {"sequence_id": "a', CallTarget("m")),
     ("/v2/models/m/infer", {"inference-header-content-length": "2"}, b'{}"sequence_id"', CallTarget("m")),
+    ("/v2/models/m/infer", {"inference-header-content-length": "9" * 5000}, b"{}", CallTarget("m")),
     ("/v2/models/m/infer", {"content-encoding": "gzip"}, b"...", CallTarget("m", opaque=True)),
     ("/v1/chat/completions", {}, b'{"model": "chat"}', CallTarget("chat")),
     ("/v1/audio/transcriptions", {}, FORM, CallTarget("speech")),
