@@ -112,20 +112,21 @@ class FleetView(Struct):
         return {"servers": self.servers, "models": self.models, "by-server": self.by_server}[name]
 
 
+Known = tuple[ServerSnapshot, View]
+"""A server whose last read was answered, and its view."""
+
+
 def make_fleet_view(snapshots: Sequence[ServerSnapshot], now: float, interval: float) -> FleetView:
     """`now`: time of the monotonic clock. Unreachable servers have a row but do not count."""
     servers = [_server(snapshot, now, interval) for snapshot in snapshots]
     common = Counter(row["release"] for row in servers if row["release"]).most_common(1)
     for row in servers:
         row["release_differs"] = bool(common and row["release"] and row["release"] != common[0][0])
-    known = [snapshot for snapshot in snapshots if snapshot.view is not None and not snapshot.problem]
-    by_server = [
-        {**row, "server": snapshot.name} for snapshot in known if snapshot.view for row in snapshot.view.models
-    ]
+    known = [(snapshot, snapshot.view) for snapshot in snapshots if snapshot.view is not None and not snapshot.problem]
+    by_server = [{**row, "server": snapshot.name} for snapshot, view in known for row in view.models]
     names = sorted({row["model"] for row in by_server})
     models = [_model(name, [row for row in by_server if row["model"] == name], known) for name in names]
-    views = [snapshot.view for snapshot in known if snapshot.view is not None]
-    unknown = frozenset.intersection(*[view.unknown for view in views]) if views else frozenset()
+    unknown = frozenset.intersection(*[view.unknown for _, view in known]) if known else frozenset()
     return FleetView(_total(servers, known), servers, models, by_server, unknown)
 
 
@@ -191,7 +192,7 @@ def _instances(rows: Iterable[Row]) -> str | None:
 # ------------------------------------------------------------------------------------------ models
 
 
-def _model(name: str, rows: list[Row], known: Sequence[ServerSnapshot]) -> Row:
+def _model(name: str, rows: list[Row], known: Sequence[Known]) -> Row:
     """`rows`: the model's versions on all servers."""
     loaded = [row for row in rows if row["state"] != NOT_LOADED]
     having = {row["server"] for row in loaded}
@@ -202,7 +203,7 @@ def _model(name: str, rows: list[Row], known: Sequence[ServerSnapshot]) -> Row:
     state = UNAVAILABLE if not serves else PARTLY if serves != having else VERSIONS_DIFFER if different else READY
     if state == READY and any(row["state"] != "READY" for row in serving):
         state = next(row["state"] for row in serving if row["state"] != "READY")
-    times = [counts for snapshot in known for (model, _), counts in snapshot.times.items() if model == name]
+    times = [counts for snapshot, _ in known for (model, _), counts in snapshot.times.items() if model == name]
     batches = sum_known(row["batches_per_s"] for row in rows)
     ready = sum(row["ready"] for row in rows if row["busy"] is not None)
     reasons = {row["reason"]: row["server"] for row in loaded if row["reason"]}
@@ -239,10 +240,10 @@ def _versions_text(serving: Sequence[Row], different: bool) -> str:
 # ------------------------------------------------------------------------------------------ all servers
 
 
-def _total(servers: Sequence[Row], known: Sequence[ServerSnapshot]) -> Row:
+def _total(servers: Sequence[Row], known: Sequence[Known]) -> Row:
     states = Counter(row["state"] for row in servers)
-    models = [row for snapshot in known if snapshot.view for row in snapshot.view.models]
-    intervals = [snapshot.view.interval for snapshot in known if snapshot.view and snapshot.view.interval is not None]
+    models = [row for _, view in known for row in view.models]
+    intervals = [view.interval for _, view in known if view.interval is not None]
     return {
         "servers": len(servers),
         "states": {state: states[state] for state in ORDER if states[state]},
@@ -254,7 +255,7 @@ def _total(servers: Sequence[Row], known: Sequence[ServerSnapshot]) -> Row:
         },
         "generated_tokens_per_s": sum_known(row["generated_tokens_per_s"] for row in models),
         "queue_seconds": _queue_seconds(models),
-        **percentiles(_merged(counts for snapshot in known for counts in snapshot.times.values())),
+        **percentiles(_merged(counts for snapshot, _ in known for counts in snapshot.times.values())),
     }
 
 
