@@ -1,4 +1,5 @@
-"""The programs beside the server: `load` (bench), `tune`, `plan`, `top` and `timeline`; `charts` draws for all of them.
+"""The programs beside the server: `load` (bench), `tune`, `plan`, `top`, `timeline` (trace), `convert` and `describe`;
+`charts` draws for their reports.
 
 Each is a library with a command in `shmserve.clients.cli`. They use the public client, as any other program does.
 """

@@ -1,4 +1,5 @@
-"""The load generator of `shmserve bench`: it measures any server that speaks the native protocol or KServe v2.
+"""The load generator of `shmserve bench`: it measures any server that speaks the native protocol, KServe v2, or an
+OpenAI API.
 
 A `plan` defines what to send where, and for how long. `measure` carries it out: generator processes (`generation`) send
 the requests through a target (`targets`) and return the times of all responses, which `analysis` turns into results;

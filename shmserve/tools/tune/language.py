@@ -24,7 +24,7 @@ DEFAULTS = {
     "vllm": {"slots": 256, "prompt_batch": 0, "context_length": 0},
 }
 """Backend -> the parameters that can be tuned, and their defaults; 0: the engine chooses one for the model."""
-MOST_SLOTS = 256
+MAX_SLOTS = 256
 GAIN = 1.05
 """Factor by which more slots must raise the tokens per second for still more to be tried."""
 FLAT = 2
@@ -155,7 +155,7 @@ class LanguageTuner:
 
     def _more_slots(self, setting: LanguageSetting) -> Iterator[LanguageSetting]:
         best, flat = 0.0, 0
-        while setting.slots <= MOST_SLOTS:
+        while setting.slots <= MAX_SLOTS:
             yield setting
             trial = next(trial for trial in self.trials if trial.setting == setting)
             flat = flat + 1 if trial.tokens_per_s < best * GAIN else 0
