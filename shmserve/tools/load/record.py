@@ -185,19 +185,13 @@ def encode(run: SavedRun) -> bytes:
     return msgspec.json.format(msgspec.json.encode(run), indent=1)
 
 
-def decode(data: bytes, where: str = "the run") -> SavedRun:
-    try:
-        run = msgspec.json.decode(data, type=SavedRun)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{where} is not a saved run of `shmserve bench`: {error}") from error
-    if run.format != FORMAT:
-        raise InvalidRequest(f"{where} has format {run.format}; this version reads format {FORMAT}")
-    return run
-
-
 def read(path: Path) -> SavedRun:
     try:
-        data = path.read_bytes()
+        run = msgspec.json.decode(path.read_bytes(), type=SavedRun)
     except OSError as error:
         raise InvalidRequest(f"cannot read {path}: {error.strerror}") from error
-    return decode(data, str(path))
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{path} is not a saved run of `shmserve bench`: {error}") from error
+    if run.format != FORMAT:
+        raise InvalidRequest(f"{path} has format {run.format}; this version reads format {FORMAT}")
+    return run

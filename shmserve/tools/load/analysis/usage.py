@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -90,15 +91,11 @@ def _listening_at(port: int) -> int:
 def _descriptors(pid: int) -> set[str]:
     """Targets of the process's descriptors, as far as they may be read; none for a process that has ended."""
     result: set[str] = set()
-    try:
-        descriptors = os.listdir(f"/proc/{pid}/fd")
-    except (FileNotFoundError, PermissionError, ProcessLookupError):
-        return result
-    for descriptor in descriptors:
-        try:
-            result.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
-        except (FileNotFoundError, PermissionError, ProcessLookupError):
-            continue  # in a user namespace, an outer process's folder can be listed, but its links cannot be read
+    hidden = (FileNotFoundError, PermissionError, ProcessLookupError)
+    with suppress(*hidden):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(*hidden):  # in a user namespace, the folder of an outer process can be listed, but not read
+                result.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
     return result
 
 
