@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, takewhile
 from typing import Any
 
 from msgspec import Struct, field
 
 from shmserve.llm.figures import FIGURES
 from shmserve.protocol.rates import Row
-from shmserve.terminal.tables import visible
+from shmserve.terminal.tables import text_width, visible
 from shmserve.tools.top.columns import INSTANCES, NUMBERS, STATES, STEPS, TopTable, choose, heading, spans
 from shmserve.tools.top.sources import Curves
 from shmserve.tools.top.texts import (
@@ -336,10 +337,18 @@ def _table(table: TopTable, rows: Sequence[Row], width: int, unknown: frozenset[
 
 
 def wrapped(text: str, width: int, style: str) -> list[Line]:
+    """The text in lines of at most `width` columns, which end at spaces where they can."""
     words = visible(" ".join(text.split()))
     lines: list[Line] = []
     while words:
-        cut = len(words) if len(words) <= width else (words.rfind(" ", 0, width) if " " in words[:width] else width)
+        room = _fitting(words, width)
+        cut = words.rfind(" ", 0, room) if room < len(words) and " " in words[:room] else room
         lines.append([(words[:cut], style)])
         words = words[cut:].lstrip()
     return lines
+
+
+def _fitting(text: str, width: int) -> int:
+    """How many characters of the text fit into this width, but at least one."""
+    columns = accumulate(map(text_width, text))
+    return max(1, sum(1 for _ in takewhile(lambda column: column <= width, columns)))

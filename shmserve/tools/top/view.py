@@ -72,8 +72,8 @@ def make_view(before: Document | None, after: Document) -> View:
     for entry in after["models"]:
         previous = earlier.get(_key(entry))
         rows = _instances(entry, previous, seconds)
-        models.append(_model(entry, previous, rows, seconds))
-        models[-1]["share"] = (entry.get("share") or 0) / 100 if entry["name"] in divided else None
+        share = (entry.get("share") or 0) / 100 if entry["name"] in divided else None
+        models.append(_model(entry, previous, rows, seconds) | {"share": share})
         instances += rows
     return View(
         _server(after, before, models, seconds),
@@ -210,12 +210,11 @@ def _reason(entry: Document) -> str:
 
 def _instances(entry: Document, before: Document | None, seconds: float) -> list[Row]:
     earlier = {(one["name"], one.get("pid")): one for one in (before or {}).get("instances", ())}
-    rows = []
-    for one in entry.get("instances", ()):
-        if one["state"] == "stopped":
-            continue
-        rows.append(_instance(entry, one, earlier.get((one["name"], one.get("pid"))), seconds))
-    return rows
+    return [
+        _instance(entry, one, earlier.get((one["name"], one.get("pid"))), seconds)
+        for one in entry.get("instances", ())
+        if one["state"] != "stopped"
+    ]
 
 
 def _instance(entry: Document, one: Document, before: Document | None, seconds: float) -> Row:

@@ -176,8 +176,8 @@ def _of_point(point: Point) -> list[str]:
         for name in ("p50", "p99")
     ]
     rates = Series("responses/s", [(at, window.per_s) for at, window in zip(starts, shown, strict=True)])
-    parts += [lines("Throughput over time", time_axis, RATE, [rates])]
-    parts += [lines("Latency over time", time_axis, LATENCY, series)]
+    parts.append(lines("Throughput over time", time_axis, RATE, [rates]))
+    parts.append(lines("Latency over time", time_axis, LATENCY, series))
     if point.server is not None and point.server.batch_sizes:
         sizes = sorted((int(size), count) for size, count in point.server.batch_sizes.items())
         values = [(size - 0.5, size + 0.5, float(count)) for size, count in sizes]

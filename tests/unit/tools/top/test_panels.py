@@ -95,6 +95,12 @@ def test_bars_sparklines_and_wrapped_texts() -> None:
     assert [line_text(line) for line in wrapped("one two  three\nfour", 9, "plain")] == ["one two", "three", "four"]
     assert [line_text(line) for line in wrapped("x" * 7, 3, "plain")] == ["xxx", "xxx", "x"]
     assert wrapped("", 10, "plain") == []
+    assert [line_text(line) for line in wrapped("\u6f22\u5b57 " * 3, 8, "plain")] == [
+        "\u6f22\u5b57",
+        "\u6f22\u5b57",
+        "\u6f22\u5b57",
+    ]
+    assert [line_text(line) for line in wrapped("\u6f22" * 3, 5, "plain")] == ["\u6f22\u6f22", "\u6f22"]
 
 
 def test_the_history_is_bounded_and_forgets_models_that_are_gone() -> None:
