@@ -274,11 +274,11 @@ def engines(machine: Machine) -> list[Finding]:
     return findings
 
 
-def _gpu_health(result: Sequence[gpus_of.Gpu]) -> list[Finding]:
+def _gpu_health(devices: Sequence[gpus_of.Gpu]) -> list[Finding]:
     """GPUs that cannot be used or should be reset, and memory errors."""
     findings = []
-    for uuid, state in read_states(result).items():
-        own = [gpu for gpu in result if uuid in (gpu.uuid, gpu.parent)]
+    for uuid, state in read_states(devices).items():
+        own = [gpu for gpu in devices if uuid in (gpu.uuid, gpu.parent)]
         check, pci = f"GPU {', '.join(str(gpu.number) for gpu in own)}", own[0].pci
         if state.problem is not None:
             findings.append(Finding(check, ERROR, state.problem.what, "usable", state.problem.fix.format(pci=pci)))

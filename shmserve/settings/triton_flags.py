@@ -68,11 +68,12 @@ TRITON_FLAGS = (
 
 
 def notes(values: dict[str, Any]) -> list[str]:
-    """Logs lines for flags that were given but have no effect."""
+    """Lines for the log about flags that were set but have no effect."""
     noted = [flag for flag in TRITON_FLAGS if flag.note and values.get(flag.dest) is not None]
     return [f"--{flag.name} has no effect: {flag.note}" for flag in noted]
 
 
 def refusals(values: dict[str, Any]) -> list[str]:
+    """Errors for flags that were set to a value that the server refuses."""
     refused = [flag for flag in TRITON_FLAGS if flag.refused and values.get(flag.dest)]
     return [f"--{flag.name} true is not supported: {flag.refused}" for flag in refused]

@@ -394,33 +394,33 @@ class _ModelTimes:
 def summary(collected: Collected) -> list[dict[str, Any]]:
     models: dict[tuple[str, int], _ModelTimes] = defaultdict(_ModelTimes)
     for batch in collected.batches:
-        result = models[batch.model, batch.version]
-        result.batches.append(batch)
-        result.requests.update(request.number for request in batch.requests)
+        times = models[batch.model, batch.version]
+        times.batches.append(batch)
+        times.requests.update(request.number for request in batch.requests)
     for number, end in collected.ends.items():
-        result = models[end.model, end.version]
-        result.requests.add(number)
+        times = models[end.model, end.version]
+        times.requests.add(number)
         if end.code:
-            result.codes[end.code] += 1
-    return [_of(name, version, result) for (name, version), result in sorted(models.items())]
+            times.codes[end.code] += 1
+    return [_summary_of(name, version, times) for (name, version), times in sorted(models.items())]
 
 
-def _of(name: str, version: int, result: _ModelTimes) -> dict[str, Any]:
-    batches = result.batches
+def _summary_of(name: str, version: int, times: _ModelTimes) -> dict[str, Any]:
+    batches = times.batches
     waits = [max(0, batch.times[0] - request.arrived) / 1000 for batch in batches for request in batch.requests]
     computes = [(batch.times[2] - batch.times[1]) / 1000 for batch in batches]
     return {
         "model": name,
         "version": version,
-        "requests": len(result.requests),
-        "failed": result.codes.total(),
+        "requests": len(times.requests),
+        "failed": times.codes.total(),
         "batches": len(batches),
         "rows": sum(batch.rows for batch in batches),
         "queue_p50_us": percentile(waits, 50) if waits else None,
         "queue_p99_us": percentile(waits, 99) if waits else None,
         "compute_p50_us": percentile(computes, 50) if computes else None,
         "reasons": dict(Counter(batch.reason for batch in batches).most_common()),
-        "errors": dict(result.codes.most_common()),
+        "errors": dict(times.codes.most_common()),
     }
 
 

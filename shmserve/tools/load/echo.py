@@ -181,22 +181,22 @@ class _GrpcEcho(asyncio.Protocol):
         self._transport.write(frames.settings(settings) + window)
 
     def data_received(self, data: bytes) -> None:
-        result = self._data
-        result += data
+        buffer = self._data
+        buffer += data
         if self._skip:
-            if len(result) < self._skip:
+            if len(buffer) < self._skip:
                 return
-            del result[: self._skip]
+            del buffer[: self._skip]
             self._skip = 0
         at = 0
-        while len(result) - at >= frames.FRAME.size:
-            high, low, kind, flags, stream = frames.FRAME.unpack_from(result, at)
+        while len(buffer) - at >= frames.FRAME.size:
+            high, low, kind, flags, stream = frames.FRAME.unpack_from(buffer, at)
             end = at + frames.FRAME.size + (high << 8 | low)
-            if end > len(result):
+            if end > len(buffer):
                 break
-            self._frame(kind, flags, stream, bytes(result[at + frames.FRAME.size : end]))
+            self._frame(kind, flags, stream, bytes(buffer[at + frames.FRAME.size : end]))
             at = end
-        del result[:at]
+        del buffer[:at]
 
     def _frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if kind == frames.HEADERS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Any
 
 from msgspec import Struct
@@ -38,7 +39,7 @@ def read_measured(document: Any, model: str = "") -> MeasuredModel:
 def _service(times: dict[int, list[float]], where: str) -> Measured:
     if not times:
         raise InvalidRequest(f"{where} has no execution times; send requests first")
-    return Measured(tuple((rows, sum(result) / len(result)) for rows, result in sorted(times.items())))
+    return Measured(tuple((rows, fmean(durations)) for rows, durations in sorted(times.items())))
 
 
 def _of_tune(document: dict[str, Any]) -> MeasuredModel:

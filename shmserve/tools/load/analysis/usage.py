@@ -141,13 +141,13 @@ def used(readings: Sequence[UsageReading], seconds: float) -> MachineUsage:
     for pid, (role, busy) in after.processes.items():
         earlier = before.processes.get(pid, ("", 0.0))[1]
         roles[role] = roles.get(role, 0.0) + max(0.0, busy - earlier) / seconds
-    results = [reading.gpus for reading in readings[1:]]
-    gpus = [name for name in after.gpus if all(name in reading for reading in results)]
+    later = [reading.gpus for reading in readings[1:]]
+    gpus = [name for name in after.gpus if all(name in reading for reading in later)]
     return MachineUsage(
         machine=max(0.0, after.machine - before.machine) / seconds,
         server={role: round(cores, 4) for role, cores in roles.items()},
-        gpus={name: fmean(reading[name][0] for reading in results) for name in gpus},
-        gpu_bytes={name: max(reading[name][1] for reading in results) for name in gpus},
+        gpus={name: fmean(reading[name][0] for reading in later) for name in gpus},
+        gpu_bytes={name: max(reading[name][1] for reading in later) for name in gpus},
     )
 
 

@@ -102,17 +102,17 @@ def _server(points: Sequence[Point], screen: Screen) -> str:
     columns.append(Column("batches formed because", free=True))
     rows = []
     for point in points:
-        result = point.server
-        if result is None:
+        server = point.server
+        if server is None:
             continue
-        reasons = sorted(result.reasons.items(), key=lambda item: -item[1])
-        total = sum(result.reasons.values())
+        reasons = sorted(server.reasons.items(), key=lambda item: -item[1])
+        total = sum(server.reasons.values())
         rows.append(
             [
                 str(point.load),
-                *(duration_text(result.parts.get(part, 0.0) / SECOND) for part in parts),
-                f"{result.mean_batch:.1f}" if result.batches else "-",
-                f"{result.batches:,}",
+                *(duration_text(server.parts.get(part, 0.0) / SECOND) for part in parts),
+                f"{server.mean_batch:.1f}" if server.batches else "-",
+                f"{server.batches:,}",
                 ", ".join(f"{reason} {count / total:.0%}" for reason, count in reasons) or "-",
             ]
         )

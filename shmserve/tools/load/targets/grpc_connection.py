@@ -164,19 +164,19 @@ class GrpcConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._data += data
-        result, at, size = self._data, 0, len(self._data)
+        buffer, at, size = self._data, 0, len(self._data)
         try:
             while size - at >= frames.FRAME.size:
-                high, low, kind, flags, stream = frames.FRAME.unpack_from(result, at)
+                high, low, kind, flags, stream = frames.FRAME.unpack_from(buffer, at)
                 end = at + frames.FRAME.size + (high << 8 | low)
                 if end > size:
                     break
-                self._frame_received(kind, flags, stream, bytes(result[at + frames.FRAME.size : end]))
+                self._frame_received(kind, flags, stream, bytes(buffer[at + frames.FRAME.size : end]))
                 at = end
         except (frames.Http2Error, hpack.HPACKError) as error:
             self._fail(ConnectionLost(f"{FOREIGN} HTTP/2: {error}"))
             self.close()
-        del result[:at]
+        del buffer[:at]
 
     # ------------------------------------------------------------------------------------ frames
 
