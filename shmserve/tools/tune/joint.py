@@ -23,9 +23,8 @@ from shmserve.sim import Load, Plan, Poisson, SimModel, simulate
 from shmserve.tools.load.report.table import rate_text
 from shmserve.tools.tune.bench import Bench, SharedBench
 from shmserve.tools.tune.confirm import FACTOR, GIVE_UP, RatePoint, rate_point
-from shmserve.tools.tune.fit import Pair
 from shmserve.tools.tune.goal import Goal
-from shmserve.tools.tune.measure import Measurement
+from shmserve.tools.tune.measure import Measurement, Times
 from shmserve.tools.tune.predict import MAX_REQUESTS, PRECISION, RatePredictor, p99_ns, predictor_of, request_count
 from shmserve.tools.tune.space import Candidate, TunedModel
 
@@ -41,37 +40,36 @@ Settings = tuple[Candidate, ...]
 """Of each tuned model, in their order."""
 
 
-class TunedStep(Struct):
-    """A model to tune, and what was measured of it alone. `share`: its requests at a rate of 1."""
+class TunedStep(Struct, frozen=True):
+    """A model to tune. `share`: its requests at a rate of 1."""
 
     model: TunedModel
     bench: Bench
     goal: Goal
-    share: float = 1.0
-    predictor: RatePredictor | None = None
-    memory: dict[Pair, int] = {}
-    gpu_memory: dict[Pair, int] = {}
+    share: float
 
-    def measure(self, progress: Callable[[str], None]) -> None:
-        times = Measurement(self.bench, self.model, self.goal, progress).run()
-        self.predictor, self.memory = predictor_of(times, self.model, self.goal), times.memory
-        self.gpu_memory = times.gpu_memory
 
-    @property
-    def known(self) -> RatePredictor:
-        assert self.predictor is not None, "measure() comes first"
-        return self.predictor
+class MeasuredStep(Struct, frozen=True):
+    """A model to tune, and what was measured of it alone."""
+
+    step: TunedStep
+    times: Times
+    predictor: RatePredictor
 
     def bytes_of(self, candidate: Candidate) -> int:
-        return self.memory.get((candidate.instances, candidate.threads), 0)
+        return self.times.memory.get((candidate.instances, candidate.threads), 0)
+
+    def gpu_bytes_of(self, candidate: Candidate) -> int:
+        return self.times.gpu_memory.get((candidate.instances, candidate.threads), 0)
 
     def alternatives(self) -> list[Candidate]:
-        limit = self.goal.memory or float("inf")
+        model, goal = self.step.model, self.step.goal
+        limit = goal.memory or float("inf")
         return [
-            replace(self.model.current, instances=instances, threads=threads, batch=batch, delay_us=0)
-            for instances, threads in self.known.fits
-            if self.memory.get((instances, threads), 0) <= limit
-            for batch in self.model.batches(self.goal.rows)
+            replace(model.current, instances=instances, threads=threads, batch=batch, delay_us=0)
+            for instances, threads in self.predictor.fits
+            if self.times.memory.get((instances, threads), 0) <= limit
+            for batch in model.batches(goal.rows)
         ]
 
 
@@ -165,6 +163,8 @@ class JointTuner:
         self._memory = memory or float("inf")
         self._objective = objective
         self.present: Settings = tuple(step.model.current for step in steps)
+        self.measured: list[MeasuredStep] = []
+        """Those of `steps` that have been measured; the search follows when all have."""
         self.outcome = JointOutcome()
 
     def run(self) -> JointOutcome:
@@ -176,7 +176,9 @@ class JointTuner:
 
     def _run(self) -> None:
         for step in self.steps:
-            step.measure(partial(self._within, step.model.name))
+            measurement = Measurement(step.bench, step.model, step.goal, partial(self._within, step.model.name))
+            times = measurement.run()
+            self.measured.append(MeasuredStep(step, times, predictor_of(times, step.model, step.goal)))
             step.bench.apply(step.model.config)
         self._search()
         for prediction in (self.outcome.present, self.outcome.best):
@@ -191,9 +193,10 @@ class JointTuner:
 
     def at(self, settings: Settings, rate: float) -> JointPrediction:
         models = [SimModel(target.policy) for target in self.targets if target.policy is not None]
-        for step, candidate in zip(self.steps, settings, strict=True):
-            service = step.known.fits[candidate.instances, candidate.threads].service(step.known.spread)
-            models.append(SimModel(step.model.policy_of(candidate), step.model.instances_of(candidate), service))
+        for measured, candidate in zip(self.measured, settings, strict=True):
+            model, predictor = measured.step.model, measured.predictor
+            service = predictor.fits[candidate.instances, candidate.threads].service(predictor.spread)
+            models.append(SimModel(model.policy_of(candidate), model.instances_of(candidate), service))
         loads = tuple(
             Load(
                 target.name,
@@ -206,7 +209,7 @@ class JointTuner:
         )
         total = sum(target.share for target in self.targets)
         needed = max(request_count(each.goal, rate * each.share) * total / each.share for each in self.targets)
-        link_ns = max(step.known.link_ns for step in self.steps)
+        link_ns = max(measured.predictor.link_ns for measured in self.measured)
         plan = Plan(tuple(models), loads, requests=min(round(needed), MAX_REQUESTS), seed=1, link_ns=link_ns)
         result = simulate(plan).models
         busy = tuple(result[step.model.name].utilization for step in self.steps)
@@ -229,13 +232,13 @@ class JointTuner:
         return max(each / target.goal.p99_ns for each, target in zip(prediction.p99_ns, self.targets, strict=True))
 
     def bytes_of(self, settings: Settings) -> int:
-        return sum(step.bytes_of(candidate) for step, candidate in zip(self.steps, settings, strict=True))
+        return sum(measured.bytes_of(candidate) for measured, candidate in zip(self.measured, settings, strict=True))
 
     def highest(self, settings: Settings, floor: float = 0.0) -> JointPrediction | None:
         """The prediction at the highest rate that holds, of at most 1 if it is fixed; None if no rate above `floor`
         does."""
-        pairs = zip(self.steps, settings, strict=True)
-        high = min(step.known.capacity(candidate) / step.share for step, candidate in pairs)
+        pairs = zip(self.measured, settings, strict=True)
+        high = min(each.predictor.capacity(candidate) / each.step.share for each, candidate in pairs)
         best: JointPrediction | None = None
         low = floor
         if self.fixed and high > 1:
@@ -258,7 +261,10 @@ class JointTuner:
     def _search(self) -> None:
         outcome = self.outcome
         outcome.present = best = self.highest(self.present)
-        smallest = [min(step.alternatives(), key=partial(_cost, step, "memory"), default=None) for step in self.steps]
+        smallest = [
+            min(measured.alternatives(), key=partial(_cost, measured, "memory"), default=None)
+            for measured in self.measured
+        ]
         if best is None:  # the others are reached from those that need the least memory
             best = self.highest(tuple(each for each in smallest if each is not None)) if all(smallest) else None
         if best is None:
@@ -275,7 +281,7 @@ class JointTuner:
 
     def _grown(self, best: JointPrediction, index: int) -> JointPrediction:
         """The best settings of this model with those of the others, for the highest rate."""
-        for candidate in self.steps[index].alternatives():
+        for candidate in self.measured[index].alternatives():
             if self.fixed and best.rate == 1:
                 break
             self._tell(index, candidate, best)
@@ -291,8 +297,8 @@ class JointTuner:
 
     def _trimmed(self, best: JointPrediction, index: int) -> JointPrediction:
         """The cheapest settings of this model that hold the rate."""
-        cost = partial(_cost, self.steps[index], self._objective)
-        for candidate in sorted(self.steps[index].alternatives(), key=cost):
+        cost = partial(_cost, self.measured[index], self._objective)
+        for candidate in sorted(self.measured[index].alternatives(), key=cost):
             if cost(candidate) >= cost(best.settings[index]):
                 break
             self._tell(index, candidate, best)
@@ -303,7 +309,7 @@ class JointTuner:
 
     def _relaxed(self, best: JointPrediction, index: int) -> JointPrediction:
         """The settings of this model with which the p99 are the farthest from their limits."""
-        for candidate in self.steps[index].alternatives():
+        for candidate in self.measured[index].alternatives():
             self._tell(index, candidate, best)
             other = self.at(_with(best.settings, index, candidate), best.rate)
             if self.holds(other) and GAIN * self._strain(other) < self._strain(best):
@@ -345,6 +351,6 @@ def _with(settings: Settings, index: int, candidate: Candidate) -> Settings:
     return (*settings[:index], candidate, *settings[index + 1 :])
 
 
-def _cost(step: TunedStep, objective: str, candidate: Candidate) -> tuple[int, ...]:
-    memory, cores = step.bytes_of(candidate), candidate.instances * max(candidate.threads, 1)
+def _cost(measured: MeasuredStep, objective: str, candidate: Candidate) -> tuple[int, ...]:
+    memory, cores = measured.bytes_of(candidate), candidate.instances * max(candidate.threads, 1)
     return (memory, candidate.instances, cores) if objective == "memory" else (candidate.instances, memory, cores)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import zip_longest
 from math import inf
 from statistics import median
 from typing import Any
@@ -38,10 +39,10 @@ def text(tuner: JointTuner, screen: Screen) -> str:
     if chosen is None or outcome.best is None:
         return "No setting holds the targets in the simulator."
     rows = []
-    for step, now, best, busy in zip(tuner.steps, tuner.present, chosen, outcome.best.busy, strict=True):
-        memory = [report.mib(sizes.get((best.instances, best.threads), 0)) for sizes in (step.memory, step.gpu_memory)]
+    for measured, now, best, busy in zip(tuner.measured, tuner.present, chosen, outcome.best.busy, strict=True):
+        memory = [report.mib(size) for size in (measured.bytes_of(best), measured.gpu_bytes_of(best))]
         described = best.describe() if best != now else "as it is"
-        rows.append([step.model.name, now.describe(), described, f"{busy:.0%}", *memory])
+        rows.append([measured.step.model.name, now.describe(), described, f"{busy:.0%}", *memory])
     parts = [screen.table(MODELS, rows)]
     if reached := _reached(tuner, chosen):
         cells = []
@@ -51,8 +52,9 @@ def text(tuner: JointTuner, screen: Screen) -> str:
         parts.append(screen.table(TARGETS, cells))
     rate = outcome.rate(chosen)
     predicted = "" if tuner.fixed else f"Predicted: {_total(tuner, outcome.best.rate)} requests/s; "
-    measured = ("the targets hold" if tuner.fixed else f"{_total(tuner, rate)} requests/s") if rate else "none holds"
-    lines = [f"{predicted}measured: {measured}."]
+    reached_rate = f"{_total(tuner, rate)} requests/s"
+    result = ("the targets hold" if tuner.fixed else reached_rate) if rate else "none holds"
+    lines = [f"{predicted}measured: {result}."]
     if chosen != tuner.present and not tuner.fixed:
         lines.append(f"The present settings reach {_total(tuner, outcome.rate(tuner.present))} requests/s.")
     return "\n\n".join([*parts, "\n".join(lines)])
@@ -100,10 +102,10 @@ def as_json(tuner: JointTuner) -> dict[str, Any]:
                 "settings": asdict(candidate),
                 "present": asdict(step.model.current),
                 "busy": share,
-                "memory_bytes": step.bytes_of(candidate) or None,
-                "gpu_memory_bytes": step.gpu_memory.get((candidate.instances, candidate.threads)) or None,
+                "memory_bytes": (measured.bytes_of(candidate) or None) if measured is not None else None,
+                "gpu_memory_bytes": (measured.gpu_bytes_of(candidate) or None) if measured is not None else None,
             }
-            for step, candidate, share in zip(tuner.steps, settings, busy, strict=True)
+            for step, candidate, share, measured in zip_longest(tuner.steps, settings, busy, tuner.measured)
         ],
     }
 
