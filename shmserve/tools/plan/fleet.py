@@ -10,9 +10,9 @@ from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
 from shmserve.sim.plan import SimModel
+from shmserve.sim.results import SECOND
 
 MS = 1_000_000
-SECOND = 1_000_000_000
 
 POLICIES = ("random", "round-robin", "two-choices", "least", "hash", "bounded-hash")
 """How balancers choose a server; see docs/sizing.md."""

@@ -17,8 +17,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from shmserve.sim.results import SECOND
 from shmserve.tools.plan.balancing import Balancer, Ring
-from shmserve.tools.plan.fleet import SECOND, Autoscale, FleetPlan, Outage, arrivals, keys
+from shmserve.tools.plan.fleet import Autoscale, FleetPlan, Outage, arrivals, keys
 from shmserve.tools.plan.results import FleetResult, FleetWindow
 from shmserve.tools.plan.servers import FOREVER, CoreServer, FleetServer, Flight, QueueServer
 
