@@ -107,7 +107,8 @@ class _NativeSlot:
         self._stream = client.stream
 
     async def send(self, body: Any, part: SequencePart | None) -> None:
-        await self._submit(body.model, body.inputs, **body.options, **_sequence(part))
+        model, inputs, options, _ = body
+        await self._submit(model, inputs, **options, **_sequence(part))
 
     async def stream(self, body: Any, part: SequencePart | None, on_answer: Receiver) -> None:
         if body.has_tokens:
