@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from shmserve.core.policy import ModelPolicy
@@ -93,21 +93,26 @@ class JointPrediction(Struct, frozen=True):
     busy: tuple[float, ...]
 
 
+class JointPoint(NamedTuple):
+    """A measurement on the server at this rate, of all targets."""
+
+    rate: float
+    targets: list[RatePoint]
+
+
 class JointOutcome(Struct):
     present: JointPrediction | None = None
     best: JointPrediction | None = None
     interrupted: bool = False
     """Ctrl-C was pressed. The rest has the results so far."""
-    points: dict[Settings, list[list[RatePoint]]] = field(default_factory=dict)
-    """Settings -> the measurements on the server, each of all targets."""
-    rates: dict[Settings, list[float]] = field(default_factory=dict)
-    """The rate of each measurement."""
+    points: dict[Settings, list[JointPoint]] = {}
+    """Settings -> the measurements on the server."""
 
     def rate(self, settings: Settings) -> float:
         """The highest rate at which all targets have held their p99 in most measurements; 0: none."""
         surplus: dict[float, int] = {}
-        for rate, points in zip(self.rates.get(settings, ()), self.points.get(settings, ()), strict=True):
-            surplus[rate] = surplus.get(rate, 0) + (1 if all(each.holds for each in points) else -1)
+        for rate, targets in self.points.get(settings, ()):
+            surplus[rate] = surplus.get(rate, 0) + (1 if all(each.holds for each in targets) else -1)
         return max((rate for rate, value in surplus.items() if value > 0), default=0.0)
 
     @property
@@ -326,7 +331,6 @@ class JointTuner:
         """Measures the predicted rate, and lower ones until one holds; a fixed rate alone."""
         targets, rate = self.targets, 1.0 if self.fixed else prediction.rate
         points = self.outcome.points[prediction.settings] = []
-        measured = self.outcome.rates[prediction.settings] = []
         limits = [GIVE_UP * target.goal.p99_ns for target in targets]
         self._apply(prediction.settings)
         for _ in range(1 if self.fixed else TRIES):
@@ -336,8 +340,8 @@ class JointTuner:
                     " and ".join(f"{each.name} at {rate_text(r)}/s" for each, r in zip(targets, rates, strict=True))
                 )
                 seen = self._bench.open(rates, targets[0].goal.seconds, limits)
-                measured.append(rate)
-                points.append([rate_point(*each) for each in zip(seen, rates, (t.goal for t in targets), strict=True)])
+                goals = [target.goal for target in targets]
+                points.append(JointPoint(rate, list(map(rate_point, seen, rates, goals))))
             if self.outcome.rate(prediction.settings):
                 return
             rate /= FACTOR

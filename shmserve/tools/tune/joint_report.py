@@ -66,15 +66,13 @@ def _total(tuner: JointTuner, rate: float) -> str:
 
 def _reached(tuner: JointTuner, settings: Settings) -> dict[str, dict[str, Any]]:
     """Target -> what it reached on the server at the highest rate that held, or at the lowest that was tried."""
-    outcome = tuner.outcome
-    rates = outcome.rates.get(settings, [])
-    if not rates:
+    points = tuner.outcome.points.get(settings)
+    if not points:
         return {}
-    rate = outcome.rate(settings) or min(rates)
+    rate = tuner.outcome.rate(settings) or min(point.rate for point in points)
     reached = {}
     for index, target in enumerate(tuner.targets):
-        measured = zip(rates, outcome.points[settings], strict=True)
-        p99 = median(points[index].p99_ns for each, points in measured if each == rate)
+        p99 = median(point.targets[index].p99_ns for point in points if point.rate == rate)
         reached[target.name] = {
             "rate": rate * target.share,
             "p99_ms": p99 / MS if p99 < inf else None,
