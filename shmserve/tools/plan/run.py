@@ -29,7 +29,7 @@ TOLERANCE = 0.1
 
 class FleetScaler:
     def __init__(self, rules: Autoscale, instances: int) -> None:
-        self._rules = rules
+        self.rules = rules
         self._instances = instances
         self._wanted: deque[tuple[int, int]] = deque()
         self._in_flight = 0.0
@@ -44,7 +44,7 @@ class FleetScaler:
     def wanted(self, ready: int, coming: int, now: int) -> int:
         """The number of servers wanted from now on. `ready`: servers that share the load; `coming`: servers that are
         starting."""
-        rules = self._rules
+        rules = self.rules
         self.count(self._level, now)
         mean = self._in_flight / max(now - self._since, 1)
         self._in_flight, self._since = 0.0, now
@@ -339,8 +339,8 @@ class SimulatedFleet:
             self._at(outage.at_ns, self._outage, outage)
         if plan.report_ns:
             self._at(plan.report_ns, self._report, None)
-        if plan.autoscale is not None:
-            self._at(plan.autoscale.every_ns, self._scale, None)
+        if self._scaler is not None:
+            self._at(self._scaler.rules.every_ns, self._scale, self._scaler)
         for window in self._result.windows:
             self._at(window.start_ns + self._window_ns - 1, self._count_servers, window)
 
@@ -354,11 +354,9 @@ class SimulatedFleet:
         if self._sending:
             self._at(now + self._plan.report_ns, self._report, None)
 
-    def _scale(self, _: None, now: int) -> None:
-        rules = self._plan.autoscale
-        assert rules is not None
-        assert self._scaler is not None
-        wanted = self._scaler.wanted(self._listed, self._coming, now)
+    def _scale(self, scaler: FleetScaler, now: int) -> None:
+        rules = scaler.rules
+        wanted = scaler.wanted(self._listed, self._coming, now)
         for _number in range(wanted - self._listed - self._coming):
             self._coming += 1
             self._names += 1
@@ -371,7 +369,7 @@ class SimulatedFleet:
             if not node.flights:
                 self._end(node, now)
         if self._sending:
-            self._at(now + rules.every_ns, self._scale, None)
+            self._at(now + rules.every_ns, self._scale, scaler)
 
     def _scaled_up(self, started: tuple[int, int], now: int) -> None:
         name, paid_from = started

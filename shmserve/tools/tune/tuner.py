@@ -137,9 +137,7 @@ class Tuner:
         predicted = self.predictor.highest(now)
         if predicted is None:
             return
-        self._confirmation.run([(now, predicted)], CALIBRATION_ROUNDS)
-        result = outcome.of(now)
-        assert result is not None
+        (result,) = self._confirmation.run([(now, predicted)], CALIBRATION_ROUNDS)
         if result.rate and not result.error:
             batches = [point.mean_batch for point in result.points if point.rate == result.rate]
             outcome.message_ns = self.predictor.calibrated(now, result.rate, batches[-1]).message_ns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from shmserve.terminal.console import BAD, FAINT, GOOD, WARN, Column, Screen, nonzero
 from shmserve.terminal.tables import duration_text
@@ -47,7 +48,7 @@ def _loads(points: Sequence[Point], screen: Screen) -> str:
         _extend(rows, points, lambda point: rate_text(point.goodput.mean) if point.goodput is not None else "-")
     for name in NAMES:
         columns.append(Column(name, right=True, rank=_RANKS.get(name, 0)))
-        _extend(rows, points, lambda point, name=name: percentile_text(point.latency, name))  # type: ignore[misc]
+        _extend(rows, points, partial(_percentile, "latency", name))
     columns += [Column("failed", right=True, style=nonzero(BAD)), Column("note", free=True, style=lambda text: WARN)]
     _extend(rows, points, lambda point: f"{point.failed:,}")
     _extend(rows, points, lambda point: "" if point.stable else f"not stable: {point.note}")
@@ -57,13 +58,10 @@ def _loads(points: Sequence[Point], screen: Screen) -> str:
 def _streams(points: Sequence[Point], screen: Screen) -> str:
     columns = [Column("load"), Column("answers/s", right=True)]
     rows = [[str(point.load), rate_text(point.answers_per_s)] for point in points]
-    for head, choose in (
-        ("first response", lambda point: point.first_answer),
-        ("between responses", lambda point: point.between_answers),
-    ):
+    for head, latencies in (("first response", "first_answer"), ("between responses", "between_answers")):
         for name in ("p50", "p99"):
             columns.append(Column(f"{head} {name}", right=True))
-            _extend(rows, points, lambda point, c=choose, n=name: percentile_text(c(point), n))  # type: ignore[misc]
+            _extend(rows, points, partial(_percentile, latencies, name))
     return screen.table(columns, rows)
 
 
@@ -201,6 +199,11 @@ def _p50(point: Point) -> float:
 def _extend(rows: list[list[str]], points: Sequence[Point], text: Callable[[Point], str]) -> None:
     for row, point in zip(rows, points, strict=True):
         row.append(text(point))
+
+
+def _percentile(latencies: str, name: str, point: Point) -> str:
+    """`latencies`: the field of the point."""
+    return percentile_text(getattr(point, latencies), name)
 
 
 def rate_text(per_s: float) -> str:
