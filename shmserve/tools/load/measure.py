@@ -18,7 +18,7 @@ from shmserve.tools.load.analysis.latencies import count_above, is_decided, perc
 from shmserve.tools.load.analysis.usage import Meter, is_local, usable_cores
 from shmserve.tools.load.generation.schedule import useful_processes
 from shmserve.tools.load.generation.team import Generators
-from shmserve.tools.load.one_load import OVERLOADED, LoadRun
+from shmserve.tools.load.one_load import OVERLOADED, LoadProgress, LoadRun
 from shmserve.tools.load.plan import (
     HTTP,
     NATIVE,
@@ -39,21 +39,14 @@ from shmserve.tools.load.targets.native import open_target
 
 
 class MeasureProgress(Struct, frozen=True):
-    """The state of the running load."""
+    """A load of the run, and its state."""
 
     load: Load
     number: int
     """Number of this load, from 1."""
     loads: int
     """Number of loads; 0: not known (a search)."""
-    phase: str
-    """warm-up or window N."""
-    seconds: float
-    """Seconds since the start of the load."""
-    per_s: float
-    p50_ns: float
-    p99_ns: float
-    failed: int
+    state: LoadProgress
 
 
 OnProgress = Callable[[MeasureProgress], None]
@@ -175,10 +168,10 @@ class _Session:
 
     async def _point(self, load: Load) -> Point:
         self._number += 1
+        loads = 0 if self._plan.limit is not None else len(self._plan.loads)
 
-        def show(phase: str, seconds: float, per_s: float, p50_ns: float, p99_ns: float, failed: int) -> None:
-            loads = 0 if self._plan.limit is not None else len(self._plan.loads)
-            self._on_progress(MeasureProgress(load, self._number, loads, phase, seconds, per_s, p50_ns, p99_ns, failed))
+        def show(state: LoadProgress) -> None:
+            self._on_progress(MeasureProgress(load, self._number, loads, state))
 
         while True:
             processes = useful_processes(load, self._processes)

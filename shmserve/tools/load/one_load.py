@@ -39,8 +39,19 @@ OVERLOADED = "overloaded"
 DRAIN_S, OVERLOADED_S = 30.0, 0.5
 """Maximum wait for responses after a load. The backlog of an overloaded server is cancelled early, so that it does not
 delay the next load."""
-Show = Callable[[str, float, float, float, float, int], None]
-"""Phase, seconds since the start; then for the last second: responses per second, p50 and p99 in ns, failures."""
+
+
+class LoadProgress(Struct, frozen=True):
+    """The state of a running load. The numbers of responses are those of the last second."""
+
+    phase: str
+    """warm-up or window N."""
+    seconds: float
+    """Seconds since the start of the load."""
+    per_s: float
+    p50_ns: float
+    p99_ns: float
+    failed: int
 
 
 class _Boundary(Struct):
@@ -63,7 +74,7 @@ class LoadRun:
         processes: int,
         control: LoadTarget,
         meter: Meter,
-        show: Show,
+        show: Callable[[LoadProgress], None],
     ) -> None:
         self._plan = plan
         self._settings = settings_of(plan)
@@ -146,7 +157,7 @@ class LoadRun:
         span = min(SECOND, max(1, end - self._start)) / SECOND
         p50, p99 = np.percentile(good, (50, 99)) if len(good) else (0.0, 0.0)
         seconds, failed = max(0, now - self._start) / SECOND, len(recent.code) - len(good)
-        self._show(phase, seconds, len(good) / span, float(p50), float(p99), failed)
+        self._show(LoadProgress(phase, seconds, len(good) / span, float(p50), float(p99), failed))
 
     def _is_hopeless(self) -> bool:
         """Whether more windows would only cost time: nothing succeeds, or the server cannot keep up with the rate."""

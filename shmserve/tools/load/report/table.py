@@ -276,10 +276,10 @@ def _writer(metric: str) -> Callable[[float], str]:
 
 def progress_text(progress: MeasureProgress) -> str:
     """The important parts come first, because a narrow terminal cuts off the end."""
-    of = f"/{progress.loads}" if progress.loads else ""
-    parts = [f"[{progress.number}{of}]", str(progress.load), f"{rate_text(progress.per_s)} requests/s"]
-    if progress.p50_ns:
-        parts.append(f"p50 {duration_text(progress.p50_ns / SECOND)}, p99 {duration_text(progress.p99_ns / SECOND)}")
-    if progress.failed:
-        parts.append(f"{progress.failed:,} failed")
-    return "  ".join([*parts, f"{progress.phase}, {progress.seconds:.0f} s"])
+    of, state = f"/{progress.loads}" if progress.loads else "", progress.state
+    parts = [f"[{progress.number}{of}]", str(progress.load), f"{rate_text(state.per_s)} requests/s"]
+    if state.p50_ns:
+        parts.append(f"p50 {duration_text(state.p50_ns / SECOND)}, p99 {duration_text(state.p99_ns / SECOND)}")
+    if state.failed:
+        parts.append(f"{state.failed:,} failed")
+    return "  ".join([*parts, f"{state.phase}, {state.seconds:.0f} s"])

@@ -52,8 +52,9 @@ def test_a_closed_loop_over_each_transport(
     assert sum(int(rows) * count for rows, count in server.batch_sizes.items()) == server.rows
     assert point.usage is not None
     assert {"broker", "models"} <= set(point.usage.server)
-    assert record.decode(record.encode(run)) == run
-    assert {"warm-up"} <= {progress.phase for progress in seen} <= {"warm-up", "window 1", "window 2"}
+    (tmp_path / "run").write_bytes(record.encode(run))
+    assert record.read(tmp_path / "run") == run
+    assert {"warm-up"} <= {progress.state.phase for progress in seen} <= {"warm-up", "window 1", "window 2"}
     assert capfd.readouterr() == ("", ""), "the processes end quietly"
 
 
