@@ -113,7 +113,7 @@ class Cost(Struct, frozen=True, kw_only=True):
     cores: float
     """Processor use of all generator processes together."""
     busiest: float
-    """The same for the busiest process. Near 1, the generator is the bottleneck."""
+    """Processor use of the busiest process. Near 1, the generator is the bottleneck."""
     request_ns: float
     """CPU time of the generator per request."""
     send_delay_p50_ns: float = 0.0

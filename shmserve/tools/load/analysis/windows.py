@@ -111,7 +111,8 @@ class Collector:
         return _joined(self._chunks, self._gaps, start, end)
 
     def take(self, start: int, end: int) -> ResponseColumns:
-        """The same, but drops them and all earlier ones, except those that the progress display still needs."""
+        """Returns the responses from `start` to before `end`, and drops these and all earlier ones, except those that
+        the progress display still needs."""
         result = self.peek(start, end)
         shown = end - SECOND
         self._chunks = [_chosen(chunk, chunk.done >= shown) for chunk in self._chunks if chunk.done.max() >= shown]

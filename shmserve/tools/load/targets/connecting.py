@@ -23,7 +23,7 @@ the rest."""
 LOST = "the connection was lost"
 """Beginning of the error text when the peer closes the connection before it has answered."""
 FOREIGN = "the server's response is not"
-"""The same for a response in another protocol."""
+"""Beginning of the error text for a response in another protocol."""
 
 
 @contextmanager
