@@ -205,7 +205,7 @@ def _runtime_dir(machine: Machine) -> Path:
 
 
 def _existing(path: Path) -> Path:
-    return next(place for place in (path, *path.parents) if place.exists())
+    return next(place for place in (path, *path.parents) if os.path.exists(place))  # False without access, too
 
 
 PYTHON = (3, 10)

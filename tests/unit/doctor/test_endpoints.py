@@ -35,6 +35,18 @@ def test_the_runtime_directory(tmp_path: Path, directory: Path, monkeypatch: pyt
         assert (found().state, found().found) == (ERROR, text)
     directory.chmod(0o777)
     assert (found().state, found().fix) == (ERROR, f"chmod 700 {directory}")
+    stat = os.stat
+
+    def refused(path: Any, **options: Any) -> os.stat_result:
+        if path == directory:
+            raise PermissionError
+        return stat(path, **options)
+
+    with monkeypatch.context() as patch:  # it is below a folder that this user may not search
+        patch.setattr(os, "stat", refused)
+        patch.setattr(os, "access", lambda place, mode: False)
+        result = found()
+    assert (result.state, result.found) == (ERROR, f"{directory.parent} is not writable")
 
 
 @pytest.mark.parametrize(("length", "state", "error"), [(107, OK, "No such file"), (108, ERROR, "path too long")])
