@@ -22,12 +22,13 @@ from shmserve.workers.backends.base import SeparateModel, StackedModel
 from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.sequence_inputs import (
     NULL,
-    BatchSequences,
     Controls,
     Key,
     SequenceRequest,
     States,
     in_turns,
+    member_of,
+    null_member,
     with_gaps_filled,
 )
 from shmserve.workers.batch.specs import batch_inputs_of, inputs_of, model_outputs_of
@@ -65,7 +66,8 @@ class HiddenTensors:
         self.new_states: list[Array | None] = []
         """The new states of the running group."""
         self._output_names = frozenset(outputs[: self.declared])
-        self._sequence_options = BatchSequences(config)
+        self._model = config.name
+        self._null = null_member(config)
         self._controls = Controls(config, model.text) if controls else None
         self._batch_inputs = BatchInputs(config)
         self._members: dict[int, SequenceRequest] = {}  # by request, of the running batch
@@ -85,9 +87,9 @@ class HiddenTensors:
         good, failures = [], []
         for work in work_items:
             try:
-                member = members[work.request] = self._sequence_options.of(work)
+                member = members[work.request] = member_of(self._model, work)
                 if self._controls is not None:
-                    self._controls.check(member.id)
+                    self._controls.check(member.key)
                 good.append(work)
             except ServeError as error:
                 failures.append((work, error))
@@ -121,7 +123,6 @@ class HiddenTensors:
     def forget(self, sequences: Sequence[Key]) -> None:
         """May be called while a batch runs: orders are processed while the model waits for room to send responses."""
         self.states.forget(sequences)
-        self._sequence_options.forget(sequences)
         if self._running:
             self._ended += sequences
 
@@ -165,7 +166,7 @@ class HiddenTensors:
     def _members_of(self, work_items: Sequence[Work]) -> list[SequenceRequest]:
         if not self.sequences:
             return []
-        members, null = self._members, self._sequence_options.null
+        members, null = self._members, self._null
         return [null if work.request == NULL else members[work.request] for work in work_items]
 
     def _of_sequences(self, members: Sequence[SequenceRequest]) -> list[Array]:
@@ -209,10 +210,6 @@ class HiddenTensors:
             return
         member = self._members[work.request]
         again = response is not None and response.again
-        if again:
-            self._sequence_options.run_again(member, work.request)
-        else:
-            self._sequence_options.answered(member)
         if response is not None and response.error is not None:
             self.states.forget((member.key,))
         elif row is None or row.error is None or member.end:

@@ -41,62 +41,33 @@ NULL = -1
 
 
 class SequenceRequest(Struct, gc=False):
-    """The sequence options of a request. `key` is the key of its states, `id` the correlation ID for the model."""
+    """The sequence options of a request. `key`: its correlation ID, by which its states are kept."""
 
     key: Key
-    id: Key
     start: bool = False
     end: bool = False
     null: bool = False
 
 
-class BatchSequences:
-    def __init__(self, config: ModelConfig) -> None:
-        sequence = config.sequence_batching
-        self._model = config.name
-        self._iterative = sequence is not None and sequence.iterative_sequence
-        self._again: dict[Key, int] = {}  # requests that will run again, by sequence
-        self._strings = any(
-            control.data_type == "TYPE_STRING"
-            for entry in (sequence.control_input if sequence is not None else ())
-            for control in entry.control
+def member_of(model: str, work: Work) -> SequenceRequest:
+    options = work.options
+    if options is None or not options.sequence:
+        raise InvalidRequest(
+            f"inference request to model '{model}' must specify a non-zero or non-empty correlation ID"
         )
-        self.null = SequenceRequest(0, "" if self._strings else 0, null=True)
-        """The member of an empty slot."""
+    if work.rows > 1:
+        raise InvalidRequest(
+            f"inference request to model '{model}' must specify batch-size 1 due to requirements of sequence batcher; "
+            f"it has {work.rows}"
+        )
+    return SequenceRequest(options.sequence, options.sequence_start, options.sequence_end)
 
-    def of(self, work: Work) -> SequenceRequest:
-        options = work.options
-        key = options.sequence if options is not None else 0
-        if options is None or not key:
-            if not self._iterative:
-                raise InvalidRequest(
-                    f"inference request to model '{self._model}' must specify a non-zero or non-empty correlation ID"
-                )
-            # A sequence of this request alone. Its key cannot collide: no id of a caller is negative.
-            key = -work.request
-            return SequenceRequest(
-                key, str(work.request) if self._strings else work.request, key not in self._again, True
-            )
-        if work.rows > 1:
-            raise InvalidRequest(
-                f"inference request to model '{self._model}' must specify batch-size 1 due to requirements of "
-                f"sequence batcher; it has {work.rows}"
-            )
-        start = options.sequence_start
-        if start and self._iterative and self._again.get(key) == work.request:
-            start = False
-        return SequenceRequest(key, key, start, options.sequence_end)
 
-    def run_again(self, member: SequenceRequest, request: int) -> None:
-        self._again[member.key] = request
-
-    def answered(self, member: SequenceRequest) -> None:
-        if self._again:
-            self._again.pop(member.key, None)
-
-    def forget(self, sequences: Sequence[Key]) -> None:
-        for key in sequences:
-            self._again.pop(key, None)
+def null_member(config: ModelConfig) -> SequenceRequest:
+    """Returns the member of an empty slot."""
+    entries = config.sequence_batching.control_input if config.sequence_batching is not None else ()
+    strings = any(control.data_type == "TYPE_STRING" for entry in entries for control in entry.control)
+    return SequenceRequest("" if strings else 0, null=True)
 
 
 class Controls:
@@ -138,9 +109,9 @@ class Controls:
             elif kind == "CONTROL_SEQUENCE_READY":
                 values = [pair[not member.null] for member in members]
             elif self._text or spec.item:
-                values = [member.id for member in members]
+                values = [member.key for member in members]
             else:
-                values = [str(member.id).encode() for member in members]
+                values = [str(member.key).encode() for member in members]
             array = np.array(values, spec.numpy)
             arrays.append(array.reshape(-1, 1) if spec.batched else array)
         return arrays

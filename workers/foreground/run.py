@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from shmserve.dtypes import from_numpy, to_numpy
 from shmserve.errors import InvalidRequest, NotFound, ServeError, from_wire
@@ -374,7 +375,7 @@ def _repeat(
         started = time.perf_counter()
         rows, _, again = model.runner.run((work,))
         while again:
-            rows, _, again = model.runner.run((work,))
+            rows, _, again = model.runner.run((_continued(work),))
         while streams is not None and streams.open:
             streams.wait()
         seconds.append(time.perf_counter() - started)
@@ -390,6 +391,12 @@ def _repeat(
         for row in parts:
             model.runner.discard(row)
     return outputs, seconds
+
+
+def _continued(work: Work) -> Work:
+    """The request of an iterative model that runs again: as in a server, START is true only the first time."""
+    assert work.options is not None  # it has a sequence
+    return replace(work, options=replace(work.options, sequence_start=False))
 
 
 def _array(tensor: Tensor, mapped: Mapped) -> Array:

@@ -102,6 +102,28 @@ def test_the_current_directory_is_a_model_that_completes_its_own_configuration(m
     assert ran.document["outputs"] == {"b": {"dtype": "INT32", "shape": [3], "data": [2, 3, 4]}}
 
 
+def test_a_request_that_runs_again_starts_its_sequence_once(tmp_path: Path) -> None:
+    source = """\
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    starts = []
+
+    def execute(self, requests):
+        (request,) = requests
+        self.starts.append(request.flags() & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
+        if len(self.starts) < 3:
+            request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+            return [None]
+        print(self.starts)
+        return [pb_utils.InferenceResponse(request.inputs())]
+"""
+    tensors = ", ".join(f'{kind} {{ name: "x" data_type: TYPE_FP32 dims: [1] }}' for kind in ("input", "output"))
+    write_model(tmp_path, "m", f'backend: "python" {tensors} sequence_batching {{ iterative_sequence: true }}', source)
+    assert "[1, 0, 0]" in Ran("m", "-i", "x=1", cwd=tmp_path).out
+
+
 def test_an_onnx_model_without_configuration_and_with_large_tensors(tmp_path: Path) -> None:
     graph = Graph().input("x", "FP32", [-1, 9000]).output("y", "FP32", [-1, 9000]).node("Neg", ["x"], ["y"])
     (tmp_path / "negative" / "1").mkdir(parents=True)

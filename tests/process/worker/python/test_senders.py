@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.protocol.messages import Failure
-from shmserve.protocol.worker_messages import Row
+from shmserve.protocol.worker_messages import Row, Work
 from shmserve.repo.config.schema import ModelConfig, ModelSequenceBatching
 from tests.support.workers.in_process import loaded, run
 from tests.support.workers.models.stream_models import asks, decoupled
@@ -184,12 +184,17 @@ class TritonPythonModel:
 
 @pytest.mark.parametrize("iterative", [True, False])
 def test_only_iterative_models_can_reschedule_requests(tmp_path: Path, iterative: bool) -> None:
+    def ask(number: int, again: int) -> Work:
+        request = asks(number, 0, again=again)
+        assert request.options is not None
+        return replace(request, options=replace(request.options, sequence=number))
+
     batching = ModelSequenceBatching(iterative_sequence=True) if iterative else None
     with loaded(replace(ordinary(tmp_path, RESCHEDULING), sequence_batching=batching), tmp_path) as model:
-        rows, _, again = model.runner.run([asks(1, 0, again=1), asks(2, 0, again=0), asks(3, 0, again=1)])
+        rows, _, again = model.runner.run([ask(1, 1), ask(2, 0), ask(3, 1)])
         if not iterative:
             assert [row.error for row in rows] == [NOT_ITERATIVE, None, NOT_ITERATIVE]
             return
         assert ([row.request for row in rows], again) == ([2], (1, 3))
-        (row,) = run(model, asks(4, 0, again=2))
+        (row,) = run(model, ask(4, 2))
         assert_failed(row, "MODEL_FAILED", "Expected a None object in the execute function return list for")
