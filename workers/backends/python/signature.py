@@ -132,7 +132,8 @@ class _Reader:
         """The hint of one response, and whether there are several."""
         streams = typing.get_origin(hint) in _STREAMS
         function = inspect.unwrap(self._function)
-        if not streams and (inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)):
+        yields = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+        if (streams and not typing.get_args(hint)) or (yields and not streams):
             raise self._error("it yields its results: write -> Iterator[...] with the type of one of them")
         if streams and self._batch:
             raise self._error("a function that yields its results answers one request at a time: remove batch=True")
@@ -141,7 +142,7 @@ class _Reader:
     def _outputs(self, hint: Any) -> tuple[str, list[ArgumentSlot]]:
         if typing.get_origin(hint) is tuple:
             items = typing.get_args(hint)
-            if Ellipsis in items:
+            if Ellipsis in items or not items:
                 raise self._error("a tuple of any length cannot be the result: write the type of each item")
             return "index", [self._result(f"{OUTPUT}_{index}", item) for index, item in enumerate(items)]
         fields = self._fields(hint)
@@ -173,7 +174,7 @@ class _Reader:
         if isinstance(hint, Tensor):
             return self._array(name, hint, what)
         depth = 0
-        while typing.get_origin(hint) is list:
+        while typing.get_origin(hint) is list and typing.get_args(hint):
             hint, depth = typing.get_args(hint)[0], depth + 1
         codec = self._codec(hint, what)
         dtype = "BYTES" if codec is not None else _SCALARS.get(hint) if isinstance(hint, type) else None

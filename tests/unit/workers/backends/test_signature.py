@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any, NamedTuple, TypedDict
 
@@ -120,6 +121,9 @@ def unknown(x: Missing) -> int: ...  # type: ignore[empty-body, name-defined]  #
 def wrong(x: Annotated[Any, shmserve.Tensor("FLOAT", 3)]) -> int: ...  # type: ignore[empty-body]
 def shapeless(x: Shapeless) -> int: ...  # type: ignore[empty-body]
 def endless(x: int) -> tuple[int, ...]: ...  # type: ignore[empty-body]
+def empty(x: int) -> typing.Tuple: ...  # type: ignore[empty-body, type-arg]  # noqa: UP006
+def untyped(x: int) -> typing.Iterator: ...  # type: ignore[empty-body, type-arg]
+def mixed(x: typing.List) -> int: ...  # type: ignore[empty-body, type-arg]  # noqa: UP006
 def one(x: float) -> float: ...  # type: ignore[empty-body]
 
 
@@ -141,7 +145,10 @@ class Without: ...
     (wrong, False, "Tensor has no data type 'FLOAT'; expected one of BOOL"),
     (shapeless, False, "parameter 'x' has no dims: write Tensor[\"FP32\", -1]"),
     (endless, False, "a tuple of any length cannot be the result"),
+    (empty, False, "a tuple of any length cannot be the result"),
+    (mixed, False, "parameter 'x' has the type List: write shmserve.Tensor["),
     (yielding, False, "it yields its results: write -> Iterator[...]"),
+    (untyped, False, "it yields its results: write -> Iterator[...]"),
     (some, True, "answers one request at a time: remove batch=True"),
     (one, True, "parameter 'x' is one float, but with batch=True there is one for each row: write list[float]"),
     (Without, False, "the class has no method __call__"),
