@@ -293,7 +293,6 @@ class _Replying:
         self._reply.measure([metrics.began() for _ in range(texts)])
 
     def ended(self, reason: str) -> None:
-        """Ends the measurements. `reason`: why texts were stopped that the engine has not finished."""
         self._reply.ended(reason.lower())
 
     def abort_with(self, abort: Callable[[], object]) -> None:

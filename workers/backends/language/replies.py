@@ -64,8 +64,9 @@ class Reply:
         self._measured = texts
 
     def ended(self, reason: str) -> None:
+        """Ends the measurements. `reason`: why texts were stopped that the engine has not finished."""
         for text, measured in zip(self._texts, self._measured, strict=False):
-            measured.ended(reason or text.finish)
+            measured.ended(reason if reason and text.finish == NOT_FINISHED else text.finish)
 
     @property
     def complete(self) -> bool:
@@ -109,20 +110,19 @@ class Reply:
 
     def outputs(self) -> list[tuple[str, Array]]:
         """The outputs of a response, with all unsent output."""
-        returned, texts = self._generation.returned, self._texts
-        prefix = self._generation.prefix
-        found = [("text_output", strings([prefix + "".join(text.parts) for text in texts]))]
+        texts, prefix = self._texts, self._generation.prefix
+        outputs = [("text_output", strings([prefix + "".join(text.parts) for text in texts]))]
         if any(text.thoughts for text in texts):
-            found.append((THINKING, strings(["".join(text.thoughts) for text in texts])))
+            outputs.append((THINKING, strings(["".join(text.thoughts) for text in texts])))
         if any(text.calls for text in texts):
-            found.append(("tool_calls", strings([_encode(text.calls) for text in texts])))
-        found += [(name, self._optional(name)) for name in returned]
+            outputs.append(("tool_calls", strings([_encode(text.calls) for text in texts])))
+        outputs += [(name, self._optional(name)) for name in self._generation.returned]
         if self._prompt_scores is not None:
-            found.append(("prompt_logprobs", strings([_encode(self._prompt_scores)] * len(texts))))
+            outputs.append(("prompt_logprobs", strings([_encode(self._prompt_scores)] * len(texts))))
             self._prompt_scores = None
         for text in texts:
             text.clear()
-        return found
+        return outputs
 
     def _optional(self, name: str) -> Array:
         texts = self._texts
@@ -153,14 +153,14 @@ def strings(values: list[Any]) -> Array:
 
 def _with(calls: list[Any], more: list[Any]) -> list[Any]:
     """Merges pieces of tool calls by the index of the call."""
-    found = list(calls)
+    merged = list(calls)
     for piece in more:
-        same = next((one for one in found if one.get("index") == piece.get("index")), None)
+        same = next((one for one in merged if one.get("index") == piece.get("index")), None)
         if same is None:
-            found.append({**piece, "function": dict(piece.get("function") or {})})
+            merged.append({**piece, "function": dict(piece.get("function") or {})})
             continue
         function = same["function"]
         for name, value in (piece.get("function") or {}).items():
             function[name] = function.get(name, "") + value if name == "arguments" else value
         same |= {name: value for name, value in piece.items() if name not in ("function", "index")}
-    return found
+    return merged
