@@ -55,7 +55,7 @@ def conversion_of(inputs: Mapping[str, Any]) -> Tokenization | Detokenization | 
             raise InvalidRequest("images have no tokens; tokenize the chat without them")
         case "tokenize":
             chat = None if messages is None else chat_in(text_in(messages, MESSAGES))[0]
-            return Tokenization(text_in(inputs[PROMPT], PROMPT), chat)
+            return Tokenization(text_in(inputs.get(PROMPT), PROMPT), chat)
         case "detokenize" if tokens is not None:
             return Detokenization(tokens.tolist())
         case "detokenize":

@@ -93,8 +93,9 @@ def generation_of(
     suffix = inputs.get(SUFFIX)
     if suffix is not None and messages is not None:
         raise InvalidRequest(f"input '{SUFFIX}' is for prompts, and not for input '{MESSAGES}'")
-    given = merged(defaults.sampling, _sampling(inputs.get(SAMPLING), parameters))
-    sampling = given if messages is None else merged(defaults.chat, given)
+    sampling = merged(defaults.sampling, _sampling(inputs.get(SAMPLING), parameters))
+    if messages is not None:
+        sampling = merged(defaults.chat, sampling)
     check_supported(sampling, defaults)
     if not sampling.max_tokens:
         limit = defaults.max_tokens or (TEXT_MAX_TOKENS if messages is None else None)
@@ -109,26 +110,26 @@ def generation_of(
     if messages is not None:
         chat, forced = chat_in(text_in(messages, MESSAGES), inputs.get(IMAGE))
         return generation(chat=chat, forced=forced)
-    following = "" if suffix is None else text_in(suffix, SUFFIX)
+    following = text_in(suffix, SUFFIX)
     if tokens is not None and tokens.size:
         return generation(tokens.tolist(), suffix=following)
-    text = text_in(inputs[PROMPT], PROMPT)
+    text = text_in(inputs.get(PROMPT), PROMPT)
     prefix = _prefix(inputs, parameters, stream, text)
     if not (text or following):
         raise InvalidRequest(f"input '{PROMPT}' is empty; give a prompt, or the input '{MESSAGES}'")
     return generation(text, prefix=prefix, suffix=following)
 
 
-def _sampling(given: Any, parameters: Mapping[str, Any]) -> Sampling:
-    if given is not None:
-        return sampling_in(text_in(given, SAMPLING))
+def _sampling(array: Any, parameters: Mapping[str, Any]) -> Sampling:
+    if array is not None:
+        return sampling_in(text_in(array, SAMPLING))
     own = {name: value for name, value in parameters.items() if name not in _OWN and not name.startswith(_RESERVED)}
     return sampling_of(own, "parameters of the request") if own else Sampling()
 
 
 def _prefix(inputs: Mapping[str, Any], parameters: Mapping[str, Any], stream: bool, prompt: str) -> str:
-    given = inputs.get(EXCLUDE) is not None or EXCLUDE in parameters
-    exclude = _flag(inputs, parameters, EXCLUDE) if given else stream
+    is_set = inputs.get(EXCLUDE) is not None or EXCLUDE in parameters
+    exclude = _flag(inputs, parameters, EXCLUDE) if is_set else stream
     if stream and not exclude:
         raise InvalidRequest("When streaming, `exclude_input_in_output` = False is not allowed.")
     return "" if exclude else prompt
@@ -143,7 +144,8 @@ def _flag(inputs: Mapping[str, Any], parameters: Mapping[str, Any], name: str) -
 
 
 def text_in(array: Any, name: str) -> str:
-    raw: bytes = array.reshape(-1)[0]
+    """Returns the text of an input; "" if it is absent."""
+    raw: bytes = b"" if array is None else array.reshape(-1)[0]
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -153,20 +155,20 @@ def text_in(array: Any, name: str) -> str:
 def chat_in(text: str, images: Any = None) -> tuple[dict[str, Any], ForcedCalls | None]:
     """`images`: the array of those in the chat, in base64."""
     try:
-        found = msgspec.json.decode(text)
+        chat = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"input '{MESSAGES}' is not JSON: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("messages"), list):
+    if not isinstance(chat, dict) or not isinstance(chat.get("messages"), list):
         raise InvalidRequest(f"input '{MESSAGES}' must be a JSON object with a list 'messages'")
-    unknown = sorted(found.keys() - set(_CHAT))
+    unknown = sorted(chat.keys() - set(_CHAT))
     if unknown:
         raise InvalidRequest(f"input '{MESSAGES}' has '{unknown[0][:80]}'; known are: {', '.join(_CHAT)}")
-    _place_images(found["messages"], [] if images is None else images.reshape(-1).tolist())
-    forced = forced_calls(found.get("tools"), found.get("tool_choice"), found.get("parallel_tool_calls"))
+    _place_images(chat["messages"], [] if images is None else images.reshape(-1).tolist())
+    forced = forced_calls(chat.get("tools"), chat.get("tool_choice"), chat.get("parallel_tool_calls"))
     if forced is not None:  # engines do not enforce `tool_choice`, but a schema
-        del found["tool_choice"]
-        found["response_format"] = {"type": "json_schema", "json_schema": {"schema": forced.schema}}
-    body = {name: value for name, value in found.items() if value is not None}
+        del chat["tool_choice"]
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": forced.schema}}
+    body = {name: value for name, value in chat.items() if value is not None}
     if body.get("continue_final_message"):
         body.setdefault("add_generation_prompt", False)
     return body, forced

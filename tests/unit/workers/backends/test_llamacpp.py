@@ -23,7 +23,7 @@ from shmserve.repo.load import parse
 from shmserve.workers.backends.base import Context
 from shmserve.workers.backends.language.engine import Limits, Listener, Step
 from shmserve.workers.backends.language.replies import Reply
-from shmserve.workers.backends.language.requests import RETURNED, Generation
+from shmserve.workers.backends.language.requests import RETURNED, Generation, generation_of
 from shmserve.workers.backends.language.sampling import Defaults, Sampling, defaults_of, merged, sampling_in
 from shmserve.workers.backends.llamacpp.parameters import UNSUPPORTED, cut, engine_parameters
 from shmserve.workers.backends.llamacpp.pieces import Pieces
@@ -128,6 +128,12 @@ def sampling_of_model(text: str) -> Sampling:
 def test_a_request_overrides_the_defaults_of_its_model() -> None:
     both = merged(sampling_in('{"temperature": 0.2, "top_p": 0.9}'), sampling_in('{"temperature": 1}'))
     assert (both.temperature, both.top_p) == (1, 0.9)
+
+
+def test_a_request_without_a_prompt_or_a_chat_is_refused() -> None:
+    """The configuration may make the input optional, for chats."""
+    with pytest.raises(InvalidRequest, match="input 'text_input' is empty; give a prompt"):
+        generation_of({"text_input": None}, {}, Defaults(), 1)
 
 
 def piece(index: int = 0, text: str = "", finish: str | None = None, **more: Any) -> bytes:
