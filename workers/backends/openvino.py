@@ -259,16 +259,16 @@ def _reshape(model: str, network: Any, shapes: dict[str, list[int]]) -> None:
         raise InvalidRequest(f"unable to load model '{model}': it cannot have inputs of {shapes}: {error}") from error
 
 
-def _device(config: ModelConfig, instance: str, parameters: Parameters, there: list[str]) -> str:
+def _device(config: ModelConfig, instance: str, parameters: Parameters, available: list[str]) -> str:
     target = parameters.text("TARGET_DEVICE")
     kind, number = device_of(config, instance)
     device = target or (f"GPU.{number}" if kind == "GPU" else "CPU")
     plain = device.partition(".")[0]
     if plain.isalnum() and plain not in ("AUTO", "MULTI", "HETERO", "BATCH"):
-        if not any(plain == name.partition(".")[0] for name in there):
+        if not any(plain == name.partition(".")[0] for name in available):
             raise Unsupported(
                 f"instance '{instance}' is to run on device {device}, which OpenVINO does not find; it finds: "
-                f"{', '.join(there)}. See TARGET_DEVICE"
+                f"{', '.join(available)}. See TARGET_DEVICE"
             )
     return device
 

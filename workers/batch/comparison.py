@@ -69,13 +69,13 @@ class Comparisons:
             return f"has data type {actual.dtype}, not {expected.dtype}"
         if expected.shape != actual.shape:
             return f"has shape {list(actual.shape)}, not {list(expected.shape)}"
-        bytes_expected, bytes_found = self._bytes(expected), self._bytes(actual)
-        if bytes_expected == bytes_found:
+        expected_bytes, actual_bytes = self._bytes(expected), self._bytes(actual)
+        if expected_bytes == actual_bytes:
             return ""
         if expected.dtype == "BYTES":
             return "has other strings"
         dtype = to_numpy(expected.dtype)
-        one, other = (np.frombuffer(data, dtype) for data in (bytes_expected, bytes_found))
+        one, other = (np.frombuffer(data, dtype) for data in (expected_bytes, actual_bytes))
         tolerance = TOLERANCES.get(expected.dtype)
         if tolerance is None:
             return f"has {np.count_nonzero(one != other)} of {elements(expected.shape)} elements that differ"

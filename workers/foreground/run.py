@@ -206,8 +206,8 @@ def _find_model(order: RunOrder) -> tuple[ScannedModel, int]:
     if order.version is None:
         return model, model.versions[-1]
     if not (path / str(order.version)).is_dir():
-        there = ", ".join(map(str, model.versions))
-        raise NotFound(f"model '{model.name}' has no version {order.version}; its versions are: {there}")
+        versions = ", ".join(map(str, model.versions))
+        raise NotFound(f"model '{model.name}' has no version {order.version}; its versions are: {versions}")
     if order.version in model.missing:
         raise RunFailed(f"failed to load model '{model.name}' version {order.version}: {model.missing[order.version]}")
     if order.version not in model.versions:
@@ -405,7 +405,7 @@ def _array(tensor: Tensor, mapped: Mapped) -> Array:
     if isinstance(data, tuple):
         data = b"".join(mapped.memory(part).tobytes() for part in data)
     if not isinstance(data, bytes):
-        raise InvalidRequest(f"output '{tensor.name}' is nowhere")
+        raise InvalidRequest(f"output '{tensor.name}' has no data")
     if tensor.dtype == "BYTES":
         return decode_bytes(data, tensor.shape)
     return np.frombuffer(data, to_numpy(tensor.dtype)).reshape(tensor.shape)

@@ -70,16 +70,16 @@ class Encoder(Backend):
 
     def load(self, config: ModelConfig) -> EncoderModel:
         names, output = _tensors(config)
-        given = [entry.name for entry in config.input]
+        inputs = [entry.name for entry in config.input]
         others = {entry.name for entry in config.output} - {output.name, _TOKENS.name}
         optional = {LIMIT.name} if output is _VECTOR else set()
-        if sorted({*given} - optional) != sorted(names) or others:
+        if sorted({*inputs} - optional) != sorted(names) or others:
             raise InvalidRequest(
                 f"unable to load model '{config.name}': with this {POOLING}, its inputs are {', '.join(names)} and its "
                 f"outputs {output.name} and {_TOKENS.name}"
             )
-        order = [given.index(name) for name in names]
-        limit = given.index(LIMIT.name) if LIMIT.name in given else None
+        order = [inputs.index(name) for name in names]
+        limit = inputs.index(LIMIT.name) if LIMIT.name in inputs else None
         return EncoderModel(self.context, self.start(config), order, limit, output)
 
 
@@ -112,8 +112,8 @@ class EncoderModel(SeparateModel):
         """Starts each row of a request."""
         columns = [request.arrays[index] for index in self._order]
         rows = zip(*[column.reshape(-1).tolist() for column in columns if column is not None], strict=True)
-        given = None if self._limit is None else request.arrays[self._limit]
-        limits = repeat(()) if given is None else zip(given.reshape(-1).tolist(), strict=True)
+        column = None if self._limit is None else request.arrays[self._limit]
+        limits = repeat(()) if column is None else zip(column.reshape(-1).tolist(), strict=True)
         return [self._threads.submit(self._row, row, limit) for row, limit in zip(rows, limits, strict=False)]
 
     def _row(self, texts: tuple[bytes, ...], limit: tuple[int, ...]) -> tuple[Any, int]:

@@ -116,11 +116,11 @@ _NAMES = frozenset(Sampling.__struct_fields__)
 
 def adapters_of(config: ModelConfig, context: Context) -> dict[str, Path]:
     """The adapters (LoRA) of a model, by name. Raises NotFound."""
-    found = {name: context.version_folder / path for name, path in ADAPTERS.read(config).items()}
-    for name, path in found.items():
+    paths = {name: context.version_folder / path for name, path in ADAPTERS.read(config).items()}
+    for name, path in paths.items():
         if not path.exists():
             raise NotFound(f"version {context.version} of model '{config.name}' has no file for the adapter '{name}'")
-    return found
+    return paths
 
 
 def defaults_of(
@@ -144,37 +144,37 @@ def sampling_in(text: str | bytes, where: str = "input 'sampling_parameters'") -
     if not text:
         return Sampling()
     try:
-        found = msgspec.json.decode(text)
+        parameters = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"{where} is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(parameters, dict):
         raise InvalidRequest(f"{where} is not a JSON object")
-    return sampling_of(found, where)
+    return sampling_of(parameters, where)
 
 
-def sampling_of(given: dict[str, Any], where: str) -> Sampling:
-    """`given` may contain strings for numbers and booleans, as in the string map of vLLM's backend."""
-    unknown = sorted(given.keys() - _NAMES)
+def sampling_of(parameters: dict[str, Any], where: str) -> Sampling:
+    """`parameters` may contain strings for numbers and booleans, as in the string map of vLLM's backend."""
+    unknown = sorted(parameters.keys() - _NAMES)
     if unknown:
         raise InvalidRequest(f"{where}: unknown parameter '{unknown[0][:80]}'; known are: {', '.join(sorted(_NAMES))}")
-    given = {
+    parameters = {
         name: _json_in(value) if name in ("stop_token_ids", "bad_words") and isinstance(value, str) else value
-        for name, value in given.items()
+        for name, value in parameters.items()
     }
-    if isinstance(given.get("logit_bias"), str):
-        given["logit_bias"] = _json_in(given["logit_bias"])
+    if isinstance(parameters.get("logit_bias"), str):
+        parameters["logit_bias"] = _json_in(parameters["logit_bias"])
     try:
-        found = msgspec.convert(given, Sampling, strict=False)
+        sampling = msgspec.convert(parameters, Sampling, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{where}: {error}") from None
-    if found.best_of is not UNSET and found.best_of not in (None, 1, found.n):
+    if sampling.best_of is not UNSET and sampling.best_of not in (None, 1, sampling.n):
         raise Unsupported(f"{where}: 'best_of' must be equal to 'n', or absent")
-    return found
+    return sampling
 
 
-def merged(defaults: Sampling, given: Sampling) -> Sampling:
+def merged(defaults: Sampling, sampling: Sampling) -> Sampling:
     values = {name: getattr(defaults, name) for name in _NAMES}
-    values |= {name: value for name in _NAMES if (value := getattr(given, name)) is not UNSET}
+    values |= {name: value for name in _NAMES if (value := getattr(sampling, name)) is not UNSET}
     return Sampling(**values)
 
 
@@ -195,10 +195,10 @@ UNLIMITED = ("grammar", "structural_tag")
 
 def structured_in(sampling: Sampling, defaults: Defaults) -> tuple[str, Any] | None:
     """What the text must match: the kind, and its value. A schema may still be a text."""
-    given = sampling.structured_outputs
-    if not given:
+    structured = sampling.structured_outputs
+    if not structured:
         return None
-    wanted = _json_in(given) if isinstance(given, str) else given
+    wanted = _json_in(structured) if isinstance(structured, str) else structured
     if not isinstance(wanted, dict):
         raise InvalidRequest("'structured_outputs' is not a JSON object")
     wanted = {name: value for name, value in wanted.items() if value is not None and value is not False}

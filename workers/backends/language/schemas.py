@@ -120,16 +120,16 @@ class _Check:
 
     def pattern(self, pattern: str) -> None:
         sizes, last, group = [0], 0, False
-        for found in _ELEMENT.finditer(pattern):
-            text = found[0]
+        for element in _ELEMENT.finditer(pattern):
+            text = element[0]
             if text == "(":
                 sizes.append(0)
                 last = 0
             elif text == ")" and len(sizes) > 1:
                 last, group = sizes.pop(), True
                 sizes[-1] += last
-            elif found[1] is not None:
-                times = self._repeated(found)
+            elif element[1] is not None:
+                times = self._repeated(element)
                 sizes[-1] += last * ((times if group else min(times, _REPEATED)) - 1)
             else:
                 last, group = 1, False
@@ -139,27 +139,27 @@ class _Check:
                     f"{self._where} has a pattern of more than {PATTERN} elements, repeated ones included"
                 )
 
-    def _repeated(self, found: re.Match[str]) -> int:
-        low, high = int(found[1][:9] or 0), int(found[3][:9] or 0)
-        if found[3] and low > high:
+    def _repeated(self, element: re.Match[str]) -> int:
+        low, high = int(element[1][:9] or 0), int(element[3][:9] or 0)
+        if element[3] and low > high:
             raise InvalidRequest(
-                f"{self._where} has a pattern with {found[0][:40]}, whose limits are in the wrong order"
+                f"{self._where} has a pattern with {element[0][:40]}, whose limits are in the wrong order"
             )
         if max(low, high) > ITEMS:
             raise InvalidRequest(
-                f"{self._where} has a pattern with {found[0][:40]}; the limit of repetitions is {ITEMS}"
+                f"{self._where} has a pattern with {element[0][:40]}; the limit of repetitions is {ITEMS}"
             )
         return max(low, high, 1)
 
 
 def _target(root: Any, name: str) -> Any:
     """The target of a reference such as `#/$defs/item`; None: the engine cannot find it either."""
-    found = root
+    target = root
     for key in name[1:].split("/")[1:]:
-        if isinstance(found, dict):
-            found = found.get(key, found.get(key.replace("~1", "/").replace("~0", "~")))
-        elif isinstance(found, list) and key.isdecimal() and int(key[:9]) < len(found):
-            found = found[int(key[:9])]
+        if isinstance(target, dict):
+            target = target.get(key, target.get(key.replace("~1", "/").replace("~0", "~")))
+        elif isinstance(target, list) and key.isdecimal() and int(key[:9]) < len(target):
+            target = target[int(key[:9])]
         else:
             return None
-    return found
+    return target

@@ -135,10 +135,10 @@ class Engine:
         """The tokens around a prompt and a suffix between which a text is filled in: those before the prompt, the one
         between the two, and the one at the end. Empty: the model has none."""
         empty = b'{"input_prefix": "", "input_suffix": "", "prompt": "", "n_predict": 0, "cache_prompt": false}'
-        found = msgspec.json.decode(self._answer("/infill", empty), type=_Filling)
-        if found.error is not None:
+        filling = msgspec.json.decode(self._answer("/infill", empty), type=_Filling)
+        if filling.error is not None:
             return []
-        body = {"content": found.prompt, "add_special": False, "parse_special": True}
+        body = {"content": filling.prompt, "add_special": False, "parse_special": True}
         return self._post("/tokenize", msgspec.json.encode(body), _Tokens).tokens
 
     def prepared(self, generation: Generation) -> Callable[[Listener], None]:
@@ -184,10 +184,10 @@ class Engine:
         return self._post("/detokenize", msgspec.json.encode({"tokens": tokens}), _Text).content
 
     def embedding(self, text: str, limit: int | None = None) -> tuple[Vector, int]:
-        given = text if limit is None else self._first_tokens(text, limit if limit > 0 else self.limits.context - 1)
-        body = {"input": [given], "encoding_format": "base64", "embd_normalize": self._norm}
-        found = _decoded(self._server.handle_embeddings(msgspec.json.encode(body)), _Vectors)
-        return np.frombuffer(base64.b64decode(found.data[0].embedding), "<f4"), found.usage.prompt_tokens
+        content = text if limit is None else self._first_tokens(text, limit if limit > 0 else self.limits.context - 1)
+        body = {"input": [content], "encoding_format": "base64", "embd_normalize": self._norm}
+        result = _decoded(self._server.handle_embeddings(msgspec.json.encode(body)), _Vectors)
+        return np.frombuffer(base64.b64decode(result.data[0].embedding), "<f4"), result.usage.prompt_tokens
 
     def _first_tokens(self, text: str, limit: int) -> list[int]:
         """The tokens of a text, cut to `limit`."""
@@ -199,8 +199,8 @@ class Engine:
 
     def score(self, query: str, document: str) -> tuple[Vector, int]:
         body = {"query": query, "documents": [document]}
-        found = _decoded(self._server.handle_rerank(msgspec.json.encode(body)), _Scores)
-        return np.array([found.results[0].relevance_score], np.float32), found.usage.prompt_tokens
+        result = _decoded(self._server.handle_rerank(msgspec.json.encode(body)), _Scores)
+        return np.array([result.results[0].relevance_score], np.float32), result.usage.prompt_tokens
 
     def _post(self, path: str, body: bytes, kind: type[_Answer]) -> _Answer:
         return _decoded(self._answer(path, body), kind)
@@ -271,7 +271,7 @@ class _Log:
         lines = [line.replace(str(file), file.name) for line in self._lines]
         for line in lines:
             log_message(line)
-        errors = [" ".join(found[1].split()) for line in lines if (found := _ERROR_LINE.match(line))]
+        errors = [" ".join(match[1].split()) for line in lines if (match := _ERROR_LINE.match(line))]
         return errors[0] if errors else "the log of the server has its messages"
 
     def close(self) -> None:
@@ -284,56 +284,58 @@ class _Log:
 
 
 def _parameters(settings: Settings, path: Path, key: str, verbosity: int) -> Any:
-    found = xllamacpp.CommonParams()
-    found.model.path = str(settings.file)
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = str(settings.file)
     if settings.projector is not None:
-        found.mmproj.path = str(settings.projector)
-        found.mmproj_use_gpu = settings.gpu is not None
-    found.n_parallel = settings.slots
-    found.n_ctx = settings.context * settings.slots
+        parameters.mmproj.path = str(settings.projector)
+        parameters.mmproj_use_gpu = settings.gpu is not None
+    parameters.n_parallel = settings.slots
+    parameters.n_ctx = settings.context * settings.slots
     # Otherwise each slot has its part of the context; with these poolings, llama.cpp 2026.10 would then mix up the
     # texts of a step.
-    found.kv_unified = settings.pooling in ("mean", "cls")
-    found.ctx_shift = False
-    found.n_batch = max(settings.prompt_batch, settings.slots)
+    parameters.kv_unified = settings.pooling in ("mean", "cls")
+    parameters.ctx_shift = False
+    parameters.n_batch = max(settings.prompt_batch, settings.slots)
     if settings.pooling:
-        found.embedding = True
-        found.pooling_type = getattr(xllamacpp.llama_pooling_type, f"LLAMA_POOLING_TYPE_{settings.pooling.upper()}")
-        found.n_batch = max(found.n_batch, settings.context)  # a text is computed in one step
-    found.n_ubatch = found.n_batch
-    for threads in (found.cpuparams, found.cpuparams_batch):
+        parameters.embedding = True
+        parameters.pooling_type = getattr(
+            xllamacpp.llama_pooling_type, f"LLAMA_POOLING_TYPE_{settings.pooling.upper()}"
+        )
+        parameters.n_batch = max(parameters.n_batch, settings.context)  # a text is computed in one step
+    parameters.n_ubatch = parameters.n_batch
+    for threads in (parameters.cpuparams, parameters.cpuparams_batch):
         threads.n_threads = settings.threads
     kind = xllamacpp.ggml_type[f"GGML_TYPE_{settings.cache_type.upper()}"]
-    found.cache_type_k = found.cache_type_v = kind
-    found.cache_ram_mib = settings.kept_prompts
-    found.n_ctx_checkpoints = 0
-    found.fit_params = False
-    found.n_gpu_layers = settings.gpu_layers
+    parameters.cache_type_k = parameters.cache_type_v = kind
+    parameters.cache_ram_mib = settings.kept_prompts
+    parameters.n_ctx_checkpoints = 0
+    parameters.fit_params = False
+    parameters.n_gpu_layers = settings.gpu_layers
     if settings.gpu is not None:
-        found.main_gpu = settings.gpu
-        found.split_mode = xllamacpp.llama_split_mode.LLAMA_SPLIT_MODE_NONE
+        parameters.main_gpu = settings.gpu
+        parameters.split_mode = xllamacpp.llama_split_mode.LLAMA_SPLIT_MODE_NONE
     if settings.draft is not None:
-        found.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
-        found.speculative.draft.mparams.path = str(settings.draft)
-        found.speculative.draft.n_gpu_layers = settings.gpu_layers
-    found.use_jinja = True
+        parameters.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+        parameters.speculative.draft.mparams.path = str(settings.draft)
+        parameters.speculative.draft.n_gpu_layers = settings.gpu_layers
+    parameters.use_jinja = True
     if settings.chat_template:
-        found.chat_template = settings.chat_template
-    found.lora_adapters = [_adapter(path) for path in settings.adapters.values()]
-    found.hostnames = [str(path)]
-    found.api_keys = [key]
-    found.n_threads_http = 1
-    found.ui = False
-    found.endpoint_slots = False
-    found.verbosity = verbosity
-    return found
+        parameters.chat_template = settings.chat_template
+    parameters.lora_adapters = [_adapter(path) for path in settings.adapters.values()]
+    parameters.hostnames = [str(path)]
+    parameters.api_keys = [key]
+    parameters.n_threads_http = 1
+    parameters.ui = False
+    parameters.endpoint_slots = False
+    parameters.verbosity = verbosity
+    return parameters
 
 
 def _adapter(path: Path) -> Any:
-    found = xllamacpp.CommonAdapterLoraInfo()
-    found.path = str(path)
-    found.scale = 0.0  # for requests that name no adapter
-    return found
+    adapter = xllamacpp.CommonAdapterLoraInfo()
+    adapter.path = str(path)
+    adapter.scale = 0.0  # for requests that name no adapter
+    return adapter
 
 
 def has_gpu() -> bool:

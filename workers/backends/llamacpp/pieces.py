@@ -139,10 +139,10 @@ class Pieces:
 
     def _score(self, token: Token) -> dict[str, Any]:
         ranks = {other.id: rank for rank, other in enumerate(token.top_logprobs, 1)}
-        found = {str(token.id): _described(token, ranks.get(token.id, len(ranks) + 1))}
+        scores = {str(token.id): _described(token, ranks.get(token.id, len(ranks) + 1))}
         for rank, other in enumerate(token.top_logprobs[: self._top], 1):
-            found.setdefault(str(other.id), _described(other, rank))
-        return found
+            scores.setdefault(str(other.id), _described(other, rank))
+        return scores
 
 
 def _described(token: Alternative, rank: int) -> dict[str, Any]:

@@ -132,5 +132,6 @@ def settings_of(config: ModelConfig, context: Context, has_gpu: bool) -> Setting
 
 def _recommended(file: Path) -> Sampling:
     """What the header of the file has about the sampling of chats. Negative values mean defaults."""
-    found = {name: value for name, value in recommended_sampling(file).items() if value >= 0}
-    return sampling_of({_RECOMMENDED[name]: found[name] for name in _RECOMMENDED if name in found}, file.name)
+    values = recommended_sampling(file)
+    recommended = {_RECOMMENDED[name]: value for name, value in values.items() if name in _RECOMMENDED and value >= 0}
+    return sampling_of(recommended, file.name)

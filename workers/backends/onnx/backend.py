@@ -22,7 +22,7 @@ from shmserve.workers.backends.model_facts import completed, match, none_missing
 from shmserve.workers.backends.onnx.facts import engine_text, facts_of
 from shmserve.workers.backends.onnx.graphs import OnnxGraphs
 from shmserve.workers.backends.onnx.options import SessionPlan, plan
-from shmserve.workers.backends.onnx.providers import lost
+from shmserve.workers.backends.onnx.providers import not_started
 from shmserve.workers.backends.onnx.run import Binding, OutputTarget, needs_own_binding, runner_of
 from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
 from shmserve.workers.process.device import device_of, visible_number
@@ -237,7 +237,7 @@ def _start(model: str, path: Path, session_plan: SessionPlan, libraries: list[Pa
     running = session.get_providers()
     for name in session_plan.required:
         if name not in running:
-            raise lost(model, name)
+            raise not_started(model, name)
     return session
 
 

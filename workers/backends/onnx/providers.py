@@ -66,7 +66,7 @@ def gpu_providers(
     if "tensorrt" in options:
         listed.insert(0, (TENSORRT, {"device_id": str(device)} | tensorrt_options(options["tensorrt"])))
     names = tuple(name for name, _ in listed)
-    _there(model, names, available, "instance_group kind KIND_GPU" if len(listed) == 1 else "it")
+    _check_available(model, names, available, "instance_group kind KIND_GPU" if len(listed) == 1 else "it")
     captures = any(
         options.get(key) == "1" for _, options in listed for key in ("enable_cuda_graph", "trt_cuda_graph_enable")
     )
@@ -90,7 +90,7 @@ def cpu_providers(
             own_threads = 1  # two thread pools would compete for the same CPUs
         listed.append((_ON_CPU[name], parameters))
     names = tuple(name for name, _ in listed)
-    _there(model, names, available, "it")
+    _check_available(model, names, available, "it")
     return Providers((*listed, (CPU, {})), names, intra_op=own_threads)
 
 
@@ -103,7 +103,7 @@ def _options_of(model: str, accelerators: Sequence[Accelerator], known: dict[str
     return requested
 
 
-def _there(model: str, names: Sequence[str], available: Collection[str], who: str) -> None:
+def _check_available(model: str, names: Sequence[str], available: Collection[str], who: str) -> None:
     for name in names:
         if name not in available:
             has = ", ".join(entry for entry in available if entry != "AzureExecutionProvider")
@@ -113,7 +113,7 @@ def _there(model: str, names: Sequence[str], available: Collection[str], who: st
             )
 
 
-def lost(model: str, name: str) -> Unsupported:
+def not_started(model: str, name: str) -> Unsupported:
     """The error for a provider that is installed but did not start."""
     libraries = {CUDA: "the libraries of CUDA and cuDNN", TENSORRT: "the libraries of TensorRT and CUDA"}
     return Unsupported(

@@ -263,8 +263,8 @@ def mark_device_inputs(requests: Sequence[InferenceRequest]) -> None:
             if wire == "BF16":  # no library accepts it by address
                 tensor._array = piece.host()
             else:
-                there = request._inputs[place] = DeviceTensor(tensor._name, piece, wire)
-                there._work = tensor._work
+                on_device = request._inputs[place] = DeviceTensor(tensor._name, piece, wire)
+                on_device._work = tensor._work
 
 
 class InvalidParameters(TritonModelException, InvalidRequest):

@@ -348,13 +348,13 @@ def picker(model: str, program: Program, specs: Sequence[Spec]) -> Callable[[Any
         return [values[place] for place in places]
 
     if program.results is not None:
-        there = len(program.results)
+        count = len(program.results)
         positions = _places(specs, program.results)
-        missing = [name for name, place in zip(names, positions, strict=True) if place is None or place >= there]
+        missing = [name for name, place in zip(names, positions, strict=True) if place is None or place >= count]
         if missing:
             raise InvalidRequest(
                 f"unable to load model '{model}': output '{missing[0]}' is not a result of the model, which has "
-                f"{there}: {', '.join(own[-1] for own in program.results)}"
+                f"{count}: {', '.join(own[-1] for own in program.results)}"
             )
         chosen = [place for place in positions if place is not None]
         return lambda value: pick(pytree.tree_leaves(value), chosen)

@@ -200,12 +200,12 @@ class TensorRTModel(OverlappingModel):
 
     def _bind(self, profile: Profile, slot: DeviceSlot, inputs: dict[int, int], outputs: dict[int, int]) -> None:
         """Sets the addresses of a run: those given, else the buffers of the slot."""
-        for specs, addresses, shapes in (
+        for specs, addresses, chosen in (
             (self._inputs, slot.inputs, inputs),
             (self._outputs, slot.outputs, outputs),
         ):
             for index, spec in enumerate(specs):
-                address = shapes.get(index) or addresses[index]
+                address = chosen.get(index) or addresses[index]
                 if address:
                     profile.address(spec.name, address)
 
@@ -294,9 +294,9 @@ class TensorRTModel(OverlappingModel):
         for index, spec in enumerate(self._inputs):
             if index in self._host:
                 continue
-            there = slot.feed.address_on_device(inputs, index) if graph is None else 0
-            if there:
-                in_place[index] = there
+            place = slot.feed.address_on_device(inputs, index) if graph is None else 0
+            if place:
+                in_place[index] = place
             else:
                 size = elements(shapes[index]) * spec.item
                 slot.feed.put(inputs, index, spec.numpy, shapes[index], size, slot.inputs[index])

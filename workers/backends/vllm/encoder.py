@@ -61,7 +61,7 @@ class VllmEncoder:
         return self._runtime.run(self._scored(query, document))
 
     async def _scored(self, query: str, document: str) -> tuple[Vector, int]:
-        given = self._pairs.render(
+        rendered = self._pairs.render(
             {
                 "data_1": query,
                 "data_2": document,
@@ -76,17 +76,16 @@ class VllmEncoder:
                 "priorities": 0,
             }
         )
-        return await self._encoded(given["prompts"], given["params"])
+        return await self._encoded(rendered["prompts"], rendered["params"])
 
     async def _encoded(
         self, prompt: Any, parameters: PoolingParams, options: dict[str, int] | None = None
     ) -> tuple[Vector, int]:
         """`options`: of the tokenizer."""
         number = self._runtime.number()
-        outputs = self._runtime.engine.encode(prompt, parameters, number, tokenization_kwargs=options)
-        async for output in outputs:
-            found = output
-        return np.asarray(found.outputs.data.float(), np.float32).reshape(-1), len(found.prompt_token_ids)
+        async for output in self._runtime.engine.encode(prompt, parameters, number, tokenization_kwargs=options):
+            last = output
+        return np.asarray(last.outputs.data.float(), np.float32).reshape(-1), len(last.prompt_token_ids)
 
     def close(self) -> None:
         self._runtime.close()

@@ -144,12 +144,12 @@ class VllmEngine:
     # ------------------------------------------------------------------------------------ conversions
 
     def tokens(self, prompt: str) -> list[int]:
-        found: list[int] = self._tokenizer.encode(prompt)
-        return found
+        tokens: list[int] = self._tokenizer.encode(prompt)
+        return tokens
 
     def chat_tokens(self, chat: dict[str, Any]) -> list[int]:
-        found: list[int] = self._chat_prompt(chat)["prompt_token_ids"]
-        return found
+        tokens: list[int] = self._chat_prompt(chat)["prompt_token_ids"]
+        return tokens
 
     def _chat_prompt(self, chat: dict[str, Any]) -> dict[str, Any]:
         """The tokens of a chat, and its images."""
@@ -177,8 +177,8 @@ class VllmEngine:
         return prompt
 
     def text(self, tokens: list[int]) -> str:
-        found: str = self._tokenizer.decode(tokens)
-        return found
+        text: str = self._tokenizer.decode(tokens)
+        return text
 
     def close(self) -> None:
         self._runtime.close()

@@ -46,18 +46,18 @@ STRUCTURED = ("json", "json_object", "choice", "grammar", "regex", "structural_t
 def parameters_of(generation: Generation, defaults: Defaults) -> tuple[dict[str, Any], dict[str, Any]]:
     """The engine's sampling parameters, and those of its structured outputs."""
     sampling = generation.sampling
-    found = {name: value for name in _SAME if (value := getattr(sampling, name)) not in (UNSET, None)}
-    found.setdefault("max_tokens", None)  # as far as the context reaches
-    found["n"] = generation.count
-    if generation.count > 1 and found.get("temperature") == 0:  # which vLLM does not accept
-        found |= {"temperature": 1.0, "top_k": 1}
+    values = {name: value for name in _SAME if (value := getattr(sampling, name)) not in (UNSET, None)}
+    values.setdefault("max_tokens", None)  # as far as the context reaches
+    values["n"] = generation.count
+    if generation.count > 1 and values.get("temperature") == 0:  # which vLLM does not accept
+        values |= {"temperature": 1.0, "top_k": 1}
     if stops := stops_in(sampling):
-        found["stop"] = stops
+        values["stop"] = stops
     if biases := biases_in(sampling):
-        found["logit_bias"] = biases
+        values["logit_bias"] = biases
     if generation.scored:
-        found["logprobs"] = sampling.logprobs or 0
-    return found, _structured(generation, defaults)
+        values["logprobs"] = sampling.logprobs or 0
+    return values, _structured(generation, defaults)
 
 
 def _structured(generation: Generation, defaults: Defaults) -> dict[str, Any]:
@@ -99,12 +99,12 @@ def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidRequest("a message must be an object with a 'role'")
     content = message.get("content")
-    found = {**message, "content": _text(content) if isinstance(content, list) else content}
-    if found["content"] is not None and not isinstance(found["content"], str):
+    converted = {**message, "content": _text(content) if isinstance(content, list) else content}
+    if converted["content"] is not None and not isinstance(converted["content"], str):
         raise InvalidRequest("the 'content' of a message must be a text, or a list of parts")
     if message.get("tool_calls"):
-        found["tool_calls"] = [_call(call) for call in message["tool_calls"]]
-    return found
+        converted["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    return converted
 
 
 def _text(parts: list[Any]) -> str:

@@ -27,7 +27,7 @@ from shmserve.workers.model_calls.coroutines import Coroutines
 from shmserve.workers.process.exit_codes import Exit, exit_process
 from shmserve.workers.process.log import log_message
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 POOLER = "pooler_config"
 
 
@@ -62,11 +62,11 @@ class Runtime:
         """The number of a request, which the engine demands."""
         return str(next(self._numbers))
 
-    def run(self, request: Coroutine[Any, Any, _Found]) -> _Found:
+    def run(self, request: Coroutine[Any, Any, _Result]) -> _Result:
         """Runs a request and returns its result. Raises InvalidRequest if the engine refuses the request."""
         with translated_errors():
-            found: _Found = self.coroutines.submit(request).result()
-        return found
+            result: _Result = self.coroutines.submit(request).result()
+        return result
 
     def close(self) -> None:
         self.coroutines.close()

@@ -124,14 +124,14 @@ def _arguments(config: ModelConfig, context: Context) -> dict[str, Any]:
         return {MODEL: str(folder)}
     path = context.model_file(config, FILE)
     try:
-        found = msgspec.json.decode(path.read_bytes())
+        arguments = msgspec.json.decode(path.read_bytes())
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"{path.name} is not JSON: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.setdefault(MODEL, "."), str):
+    if not isinstance(arguments, dict) or not isinstance(arguments.setdefault(MODEL, "."), str):
         raise InvalidRequest(f"{path.name} must be a JSON object with arguments of vLLM, such as a text '{MODEL}'")
     for name in ("model", "tokenizer"):
-        if isinstance(found.get(name), str) and (folder / found[name]).is_dir():
-            found[name] = str((folder / found[name]).resolve())
+        if isinstance(arguments.get(name), str) and (folder / arguments[name]).is_dir():
+            arguments[name] = str((folder / arguments[name]).resolve())
     for name in ("disable_log_requests", "disable_log_stats"):  # in files for Triton
-        found.pop(name, None)
-    return found
+        arguments.pop(name, None)
+    return arguments

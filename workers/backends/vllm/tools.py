@@ -46,10 +46,10 @@ class CallReaders:
     def read(self, step: Step, tokens: list[int], prompt: list[int]) -> None:
         """Moves the calls out of the text."""
         parser, finished = self._parsers[step.index], bool(step.finish)
-        found = parser.parse_delta(step.text, tokens, self._request, prompt, finished=finished)
-        step.text = found.content or "" if found is not None else ""
-        if found is not None and found.tool_calls:
-            step.calls = [call.model_dump(exclude_none=True) for call in found.tool_calls]
+        delta = parser.parse_delta(step.text, tokens, self._request, prompt, finished=finished)
+        step.text = delta.content or "" if delta is not None else ""
+        if delta is not None and delta.tool_calls:
+            step.calls = [call.model_dump(exclude_none=True) for call in delta.tool_calls]
             self._called[step.index] = True
         if step.finish == "stop" and self._called[step.index]:
             step.finish = "tool_calls"
