@@ -40,14 +40,14 @@ class OutputChecks:
                 check_shape(self._model, spec, shape, rows)
             actual = structs.replace(actual, reshaped=False, batched=spec.batched and bool(shape))
         if actual is not spec:
-            self._log(spec, actual.dtype, list(shape), spec.expected(rows))
+            self._log(spec, f"{actual.dtype} {list(shape)}", f"{spec.dtype} {spec.expected(rows)}")
         return actual
 
     def check_flat(self, spec: Spec, array: Array) -> Spec:
         """Like `check`, for an output of any shape."""
         actual = spec if _has_type(spec, array) else self._typed(spec, array)
         if actual is not spec:
-            self._log(spec, actual.dtype, "", "")
+            self._log(spec, actual.dtype, spec.dtype)
         return actual
 
     def _typed(self, spec: Spec, array: Array) -> Spec:
@@ -58,12 +58,12 @@ class OutputChecks:
             return spec
         return structs.replace(spec, dtype=dtype, numpy=to_numpy(dtype), item=ITEM_BYTES[dtype])
 
-    def _log(self, spec: Spec, dtype: str, shape: object, expected: object) -> None:
+    def _log(self, spec: Spec, actual: str, expected: str) -> None:
         if spec.name not in self._logged:
             self._logged.add(spec.name)
             log_message(
-                f"output '{spec.name}' of model '{self._model}' is {dtype} {shape} and is passed on as it is; the "
-                f"configuration says {spec.dtype} {expected} (the parameter {STRICT_OUTPUTS.name} makes this an error)",
+                f"output '{spec.name}' of model '{self._model}' is {actual} and is passed on as it is; the "
+                f"configuration says {expected} (the parameter {STRICT_OUTPUTS.name} makes this an error)",
                 "warning",
             )
 

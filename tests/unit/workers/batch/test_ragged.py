@@ -18,7 +18,9 @@ from shmserve.protocol.worker_messages import Work
 from shmserve.repo.config.schema import BatchInput, BatchOutput, ModelConfig
 from shmserve.workers.backends.base import StackedModel
 from shmserve.workers.batch.gather import GatherGroup
+from shmserve.workers.batch.output_checks import OutputChecks
 from shmserve.workers.batch.results import Results
+from shmserve.workers.batch.specs import outputs_of
 from shmserve.workers.hidden_tensors import hidden_tensors_of
 from tests.support.workers.batch_parts import Array, Parts
 from tests.support.workers.worker_harness import assert_failed, config
@@ -164,6 +166,13 @@ def test_a_ragged_input_may_be_left_out() -> None:
         with_x, without = run(parts, backend, work_items)
     assert [[out.name for out in row.outputs] for row in (with_x, without)] == [["y", "z"], ["z"]]
     assert backend.seen == [((3,), [3]), (None, [0])]
+
+
+def test_a_cut_output_of_another_type_is_logged(capfd: pytest.CaptureFixture[str]) -> None:
+    checks, spec = OutputChecks("m", strict=False), outputs_of(ragged())[0]
+    assert checks.check_flat(spec, np.zeros(3)).dtype == "FP64"
+    text = "output 'y' of model 'm' is FP64 and is passed on as it is; the configuration says FP32 (the parameter"
+    assert text in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("field", ["batch_input", "batch_output"])
