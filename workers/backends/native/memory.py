@@ -76,7 +76,7 @@ class MemoryManager:
         device = self._device = self._device or api.open_device()
         if kind == GPU:
             return device.allocate(size)
-        used = sum(size for (kind, _), size in self._blocks.items() if kind == PINNED)
+        used = sum(pinned for (block_kind, _), pinned in self._blocks.items() if block_kind == PINNED)
         limit = pinned_limit(self._settings)
         if used + size > limit:
             raise Unavailable(

@@ -33,6 +33,7 @@ _NO_TEXT = (0, 0)
 _STRING, _INT, _BOOL, _DOUBLE, _BYTES = range(5)
 _WORD = (1 << 64) - 1
 _BUFFER_WORDS = 3
+_DTYPES = dict(enumerate(BY_NUMBER))
 CPU, PINNED, GPU = range(3)
 """Kinds of memory by their number in the interface."""
 UNKNOWN_OUTPUT = _WORD
@@ -264,7 +265,7 @@ class WordReader:
 
     def _input(self) -> CallInput:
         """Returns an input, as a view if it is in one part: the backend keeps it until it gets its request back."""
-        name, dtype = self.text(), BY_NUMBER[self.word()]
+        name, dtype = self.text(), _DTYPES.get(self.word(), "")
         shape = tuple(self.word() for _ in range(self.word()))
         chunks = [(ctypes.c_char * size).from_address(place) for place, size in self._pairs() if size]
         data: Any = chunks[0] if len(chunks) == 1 else b"".join(chunk.raw for chunk in chunks)
@@ -284,7 +285,7 @@ class WordReader:
         at = self._at
         index, dtype, place, size, rank = self._words[at : at + 5]
         self._at = at + 5 + rank
-        return index, BY_NUMBER[dtype] if dtype < len(BY_NUMBER) else "", self._words[at + 5 : self._at], place, size
+        return index, _DTYPES.get(dtype, ""), self._words[at + 5 : self._at], place, size
 
     def text(self) -> str:
         address, size = self.word(), self.word()

@@ -112,7 +112,7 @@ class ServerCalls:
 
     def _ask(self, question: int, name: bytes, version: int, count: int, words: int, word_count: int) -> int:
         try:
-            calls, model = self._server(), name.decode()
+            calls, model = self._server(), name.decode(errors="backslashreplace")
             if question == Question.READY:
                 return queries.is_ready(calls, model, max(version, 0))
             if question == Question.DECOUPLED:
@@ -141,10 +141,10 @@ class ServerCalls:
 
     def _metric(self, kind: int, name: bytes, text: bytes, count: int, labels: Any, edge_count: int, edges: Any) -> int:
         """Returns the address of a metric's numbers. Those with the same name and labels have the same."""
-        texts = [label.decode() for label in labels[: 2 * count]]
-        pairs = tuple(sorted(zip(texts[::2], texts[1::2], strict=True)))
-        subject = Subject(name.decode(), text.decode(), _KINDS[kind], pairs, tuple(edges[:edge_count]))
         try:
+            texts = [label.decode() for label in labels[: 2 * count]]
+            pairs = tuple(sorted(zip(texts[::2], texts[1::2], strict=True)))
+            subject = Subject(name.decode(), text.decode(), _KINDS[kind], pairs, tuple(edges[:edge_count]))
             subject.check()
             numbers = self._numbers.get(subject)
             if numbers is None:

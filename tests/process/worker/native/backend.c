@@ -377,7 +377,7 @@ static Object *call(Object *request)
 {
     static Object *allocator;
     Object *made, *input;
-    const char *name;
+    const char *name, *then = parameter(request, "then");
     const int64_t *dims;
     const void *data;
     uint32_t rank, buffers;
@@ -390,9 +390,9 @@ static Object *call(Object *request)
     TRITONBACKEND_InputProperties(input, &name, &type, &dims, &rank, &size, &buffers);
     TRITONBACKEND_InputBuffer(input, 0, &data, &size, &memory, &memory_id);
     TRITONSERVER_InferenceRequestNew(&made, server, parameter(request, "model"), -1);
-    TRITONSERVER_InferenceRequestAddInput(made, "IN", type, dims, rank);
+    TRITONSERVER_InferenceRequestAddInput(made, "IN", strcmp(then, "type") == 0 ? 99 : type, dims, rank);
     TRITONSERVER_InferenceRequestAppendInputData(made, "IN", data, size, memory, memory_id);
-    TRITONSERVER_InferenceRequestSetStringParameter(made, "do", parameter(request, "then"));
+    TRITONSERVER_InferenceRequestSetStringParameter(made, "do", then);
     TRITONSERVER_InferenceRequestSetReleaseCallback(made, delete_call, NULL);
     TRITONSERVER_InferenceRequestSetResponseCallback(made, allocator, NULL, pass_on, request);
     return TRITONSERVER_ServerInferAsync(server, made, NULL);

@@ -230,6 +230,7 @@ def test_a_backend_calls_another_model(client: shmserve.Client) -> None:
     for model_name, what, text in [
         ("echo", "error", "^the backend refuses this request$"),
         ("no", "", "unknown model: 'no'"),
+        ("echo", "type", r"input 'IN' cannot be of an invalid type \[2, 3\]"),
     ]:
         with pytest.raises(ServeError, match=text):
             client.infer("caller", {"IN": X}, parameters={"do": "call", "model": model_name, "then": what})

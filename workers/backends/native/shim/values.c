@@ -74,9 +74,18 @@ Error *fail(ErrorCode code, const char *format, ...)
 
 static _Thread_local Error *refusal;
 
-EXPORT void host_refuse(ErrorCode code, const char *text) { refusal = error_of(code, text); }
+EXPORT void host_refuse(ErrorCode code, const char *text)
+{
+    free(refusal);
+    refusal = error_of(code, text);
+}
 
-Error *refused(void) { return refusal; }
+Error *refused(void)
+{
+    Error *error = refusal;
+    refusal = NULL; /* the caller deletes it */
+    return error ? error : error_of(INTERNAL, "the server has failed; its log has the reason");
+}
 
 EXPORT Error *TRITONSERVER_ErrorNew(ErrorCode code, const char *text) { return error_of(code, text ? text : ""); }
 
