@@ -17,6 +17,7 @@ import numpy as np
 from shmserve.dtypes import BY_NAME
 from shmserve.errors import InvalidRequest, ModelFailed, Unsupported
 from shmserve.repo.config.complete import TensorFacts
+from shmserve.shm.views import address_of
 from shmserve.workers.backends.base import Backend, Context, StackedModel
 from shmserve.workers.backends.model_facts import completed, match, none_missing, none_optional, unexpected
 from shmserve.workers.backends.parameters import Parameters
@@ -91,14 +92,15 @@ class OpenVino(Backend):
 
     def _options(self, parameters: Parameters) -> dict[str, str]:
         threads = parameters.whole("INFERENCE_NUM_THREADS", 0) or self.context.engine_threads
-        options = {"INFERENCE_NUM_THREADS": str(threads)}
-        if not parameters.text("TARGET_DEVICE", "CPU").startswith("CPU"):
-            options = {}
-        else:
-            # With pinning, the threads of several instances would be pinned to the same cores.
-            options["ENABLE_CPU_PINNING"] = "NO"
-            # Results must not depend on whether this CPU supports the narrower type.
-            options["INFERENCE_PRECISION_HINT"] = "bf16" if parameters.flag("HINT_BF16", False) else "f32"
+        options: dict[str, str] = {}
+        if parameters.text("TARGET_DEVICE", "CPU").startswith("CPU"):
+            options = {
+                "INFERENCE_NUM_THREADS": str(threads),
+                # With pinning, the threads of several instances would be pinned to the same cores.
+                "ENABLE_CPU_PINNING": "NO",
+                # Results must not depend on whether this CPU supports the narrower type.
+                "INFERENCE_PRECISION_HINT": "bf16" if parameters.flag("HINT_BF16", False) else "f32",
+            }
         compiling = parameters.whole("COMPILATION_NUM_THREADS", 0)
         if compiling:
             options["COMPILATION_NUM_THREADS"] = str(compiling)
@@ -145,8 +147,9 @@ class OpenVinoModel(StackedModel):
             assert array is not None
             if rows != inputs.rows:
                 array = _padded(array, rows)
-            kept.append(array)
-            request.set_input_tensor(place, ov.Tensor(_writable(array), array.shape, element))
+            memory = _writable(array)
+            kept += array, memory
+            request.set_input_tensor(place, ov.Tensor(memory, array.shape, element))
         placed: dict[int, Array] = {}
         for index, spec in enumerate(self._outputs):
             if not spec.fixed:
@@ -301,14 +304,11 @@ def _padded(array: Array, rows: int) -> Array:
 
 
 def _writable(array: Array) -> Array:
-    """Returns a writable alias of an array: the engine does not write to inputs, but only accepts writable arrays."""
-    if array.flags.writeable and array.flags.c_contiguous:
+    """Returns the bytes of an array as a writable one: the engine does not write to inputs, but only accepts writable
+    arrays. The caller keeps both."""
+    if array.flags.writeable or not (array.nbytes and array.flags.c_contiguous):
         return _raw(array)
-    array = np.ascontiguousarray(array)
-    if not array.nbytes:
-        return _raw(array)
-    address = array.__array_interface__["data"][0]
-    memory = (ctypes.c_ubyte * array.nbytes).from_address(address)
+    memory = (ctypes.c_ubyte * array.nbytes).from_address(address_of(array))
     return np.ndarray((array.nbytes,), np.uint8, memoryview(memory))
 
 

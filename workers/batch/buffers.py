@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.dtypes import elements
+from shmserve.shm.views import address_of
 
 if TYPE_CHECKING:
     from shmserve.workers.batch.specs import Spec
@@ -28,7 +29,7 @@ class Buffers:
         buffer = self._buffers.get(index)
         if buffer is None or len(buffer) < size:
             memory: Array = np.empty(size + ALIGN, np.uint8)
-            begin = -memory.ctypes.data % ALIGN
+            begin = -address_of(memory) % ALIGN
             buffer = self._buffers[index] = memory[begin : begin + size]
         array: Array = buffer[:size].view(spec.numpy).reshape(shape)
         return array

@@ -14,6 +14,7 @@ import numpy as np
 from shmserve.errors import HandleLost, InvalidRequest
 from shmserve.gpu.interface import whole_units
 from shmserve.shm.extents import cuda as extents
+from shmserve.shm.views import address_of
 from shmserve.workers.gpu import api
 
 if TYPE_CHECKING:
@@ -134,9 +135,8 @@ class DeviceMemory:
         array = np.empty(piece.shape, piece.dtype)
         cuda = self.cuda
         if piece.nbytes:
-            address = array.__array_interface__["data"][0]
             try:
-                cuda.copy(address, piece.address, piece.nbytes, cuda.to_host, self._stream)
+                cuda.copy(address_of(array), piece.address, piece.nbytes, cuda.to_host, self._stream)
                 cuda.synchronize_stream(self._stream)
             except cuda.errors as error:
                 raise HandleLost(f"a tensor on the GPU can no longer be read: {error}") from error
@@ -148,7 +148,7 @@ class DeviceMemory:
         if array.nbytes:
             source = np.ascontiguousarray(array)
             try:
-                cuda.copy(target, source.__array_interface__["data"][0], source.nbytes, cuda.to_device, self._stream)
+                cuda.copy(target, address_of(source), source.nbytes, cuda.to_device, self._stream)
                 cuda.synchronize_stream(self._stream)
             except cuda.errors as error:
                 raise HandleLost(f"memory on the GPU can no longer be written: {error}") from error

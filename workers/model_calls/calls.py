@@ -36,6 +36,7 @@ from shmserve.protocol.worker_messages import Call, Counted, Row
 from shmserve.shm.counters import PAGE_BYTES, Subject, Writer
 from shmserve.shm.extents import memfd
 from shmserve.shm.strings import decode_bytes, encode_bytes
+from shmserve.shm.views import address_of
 from shmserve.workers.model_calls.pending import (
     Array,
     CallInput,
@@ -199,8 +200,7 @@ class OutgoingCalls:
         base = self._mapped.locate_base(array)
         if base is None:
             return None
-        address: int = array.__array_interface__["data"][0]
-        return Handle(base.segment, base.offset + address - self._mapped.address(base), array.nbytes)
+        return Handle(base.segment, base.offset + address_of(array) - self._mapped.address(base), array.nbytes)
 
     def _tensor(
         self, tensors: CallInput, place: Handle | None, parent: Work | None, pending: Pending, room: int

@@ -24,6 +24,7 @@ from shmserve.protocol.messages import Failure
 from shmserve.protocol.work_items import shares_of
 from shmserve.repo.backends import DIRECTORY, VERBOSE, library_of
 from shmserve.repo.config.schema import as_triton_json, from_triton_json
+from shmserve.shm.views import address_of
 from shmserve.workers.backends.base import AlikeResults, Backend, Context, SeparateModel
 from shmserve.workers.backends.native.library import NativeLibrary
 from shmserve.workers.backends.native.memory import MemoryManager
@@ -328,7 +329,7 @@ class NativeModel(SeparateModel):
             return False
         for position, (index, shape) in enumerate(shapes.items()):
             target = outputs.place(index, shape)
-            self._library.host.host_collect(len(inputs.work_items), position, target.__array_interface__["data"][0])
+            self._library.host.host_collect(len(inputs.work_items), position, address_of(target))
         self._library.host.host_collected()
         return True
 
@@ -521,7 +522,7 @@ class NativeModel(SeparateModel):
                 memory[0] = GPU
                 return address
             array = placed.place_alone(output, shape)
-            return 0 if array is None else int(array.__array_interface__["data"][0])
+            return 0 if array is None else address_of(array)
 
     def _is_cancelled(self, token: int) -> int:
         answer = self._requests.answer_of(token)

@@ -17,6 +17,7 @@ from shmserve.dtypes import BY_NUMBER, from_numpy, to_numpy
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.protocol.messages import Options
 from shmserve.shm.strings import decode_bytes, encode_bytes
+from shmserve.shm.views import address_of
 from shmserve.workers.batch.gather import StoredInput
 from shmserve.workers.model_calls.answer import triton_number
 from shmserve.workers.model_calls.calls import WINDOW
@@ -110,7 +111,7 @@ def alike_words(group: GatherGroup, inputs: int, kept: list[Any]) -> array[int]:
         assert stacked is not None
         kept.append(stacked)
         size = stacked.nbytes // stacked.shape[0]
-        words.extend((index, stacked.__array_interface__["data"][0], size, stacked.ndim, *stacked.shape))
+        words.extend((index, address_of(stacked), size, stacked.ndim, *stacked.shape))
     return words
 
 
@@ -189,7 +190,7 @@ def reply_words(response: CallResponse, kept: list[Any]) -> array[int]:
         data = _encoded(tensor)
         kept.append(data)
         words.extend((*text_words(name), BY_NUMBER.index(from_numpy(tensor.dtype)), tensor.ndim, *tensor.shape))
-        words.extend((data.__array_interface__["data"][0], data.nbytes))
+        words.extend((address_of(data), data.nbytes))
     parameters = response.parameters or {}
     words.append(len(parameters))
     for name, value in parameters.items():
@@ -200,7 +201,7 @@ def reply_words(response: CallResponse, kept: list[Any]) -> array[int]:
 def _buffer(part: Array | DevicePiece) -> tuple[int, int, int]:
     """Returns address, size and kind of memory."""
     if isinstance(part, np.ndarray):
-        return part.__array_interface__["data"][0], part.nbytes, CPU
+        return address_of(part), part.nbytes, CPU
     return part.address, part.nbytes, GPU
 
 
