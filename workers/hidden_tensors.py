@@ -51,7 +51,7 @@ class HiddenTensors:
     and `after` around each group; for a model that runs requests one by one it calls `read`, `without_states` and
     `answered` instead of these two."""
 
-    def __init__(self, config: ModelConfig, folder: Path, model: BackendModel, controls: bool = True) -> None:
+    def __init__(self, config: ModelConfig, folder: Path, model: BackendModel, controls: bool) -> None:
         """`controls` false: requests contain the controls as inputs, as warm-up samples do."""
         self.sequences = config.sequence_batching is not None
         self.states = States(config, folder, model.text, model.strict)

@@ -26,7 +26,7 @@ from shmserve.workers.batch.padding import PaddedResults
 from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.sequence_inputs import NULL
 from shmserve.workers.model_calls.answer import Request, Response, Trace, failure_of
-from shmserve.workers.process.log import log_traceback, public
+from shmserve.workers.process.log import public
 
 if TYPE_CHECKING:
     from shmserve.workers.backends.base import BackendModel, Computation
@@ -52,8 +52,8 @@ class Runner(ABC, Generic[B]):
         model: B,
         gather: Gather,
         scatter: Scatter,
-        trace: Trace = log_traceback,
-        hidden: HiddenTensors | None = None,
+        trace: Trace,
+        hidden: HiddenTensors | None,
     ) -> None:
         self._trace = trace
         self._instance = instance
@@ -317,8 +317,8 @@ def runner_of(
     model: BackendModel,
     gather: Gather,
     scatter: Scatter,
-    trace: Trace = log_traceback,
-    hidden: HiddenTensors | None = None,
+    trace: Trace,
+    hidden: HiddenTensors | None,
 ) -> Runner[Any]:
     kind: type[Runner[Any]] = StackedRunner if isinstance(model, StackedModel) else SeparateRunner
     if isinstance(model, OverlappingModel) and model.overlaps and hidden is None:

@@ -42,8 +42,6 @@ class GpuDevice(Protocol):
     """The compute capability, e.g. "9.0"."""
     uuid: bytes
     """The device's ID, as in the names of exported memory."""
-    devices: int
-    """The number of visible devices."""
     to_device: int
     to_host: int
     within: int

@@ -31,16 +31,14 @@ DIRECT_BYTES = 64 * 1024
 has a fixed cost."""
 PINNED_BYTES = 256 * 1024 * 1024
 PINNED_SETTING = "pinned-memory-pool-byte-size"
+RECENT_USES = 64
+"""A segment that was used this recently is not evicted: segments in use would evict each other in every batch, and each
+eviction waits for the device."""
 
 
 def pinned_limit(settings: Mapping[str, str]) -> int:
     """The bytes of callers' memory that a process may pin."""
     return int(settings.get(PINNED_SETTING, PINNED_BYTES))
-
-
-RECENT_USES = 64
-"""A segment that was used this recently is not evicted: segments in use would evict each other in every batch, and each
-eviction waits for the device."""
 
 
 class Staging:
@@ -82,7 +80,7 @@ class Pinned:
     """Mapped segments that are pinned for the device, with LRU eviction. A segment is unpinned before it is unmapped,
     whatever code releases it last."""
 
-    def __init__(self, cuda: GpuDevice, limit: int = PINNED_BYTES) -> None:
+    def __init__(self, cuda: GpuDevice, limit: int) -> None:
         self._cuda = cuda
         self._limit = limit
         self._sizes: OrderedDict[int, int] = OrderedDict()

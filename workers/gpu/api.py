@@ -32,7 +32,6 @@ class Cuda:
         self.errors: type[Exception] = runtime.CUDARuntimeError
         """The exception type of the runtime."""
         try:
-            count = runtime.getDeviceCount()
             runtime.setDevice(0)
             self.capability = libraries.capability_of(runtime, 0)
             self._read_only = libraries.pins_read_only(runtime, 0)
@@ -40,7 +39,6 @@ class Cuda:
         except self.errors as error:
             raise Unavailable(f"no GPU can be used here: {error}") from error
         self._ranges = libraries.AddressRanges(self._platform)
-        self.devices = count
         self.copy = runtime.memcpyAsync
         """(target, source, bytes, one of the kinds below, stream)"""
         self.to_device = runtime.memcpyHostToDevice

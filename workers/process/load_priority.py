@@ -30,9 +30,9 @@ PATIENCE_S = 10.0
 
 class LoadPriority:
     """`nice`: how much to lower the priority; 0: not at all. `normal`: the nice value to restore if the priority was
-    lowered before this process changed its interpreter."""
+    lowered before this process changed its interpreter; else None."""
 
-    def __init__(self, nice: int, normal: int | None = None) -> None:
+    def __init__(self, nice: int, normal: int | None) -> None:
         self.normal = os.getpriority(os.PRIO_PROCESS, 0) if normal is None else normal
         self._nice = nice
         self._in_autogroup = False

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class PythonModelFile:
-    def __init__(self, context: Context, path: Path | None = None) -> None:
+    def __init__(self, context: Context, path: Path | None) -> None:
         """`path`: one file for all models of a backend, instead of a file in the version's directory."""
         self.context = context
         self._path = path

@@ -311,7 +311,7 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
 
 class Progress:
-    def __init__(self, trt: Any, interrupted: Callable[[], bool], quiet: bool = False) -> None:
+    def __init__(self, trt: Any, interrupted: Callable[[], bool], quiet: bool) -> None:
         self._terminal = sys.stderr.isatty()
         self._quiet = quiet
         self._steps: dict[str, tuple[int, int]] = {}

@@ -46,7 +46,7 @@ if limit >= 0:
     os.setresuid(65534, 65534, 65534)
     assert prctl(4, 1) == 0  # PR_SET_DUMPABLE, as after the exec of a service manager: else /proc/self belongs to root
 look(())
-priority = LoadPriority(nice)
+priority = LoadPriority(nice, None)
 priority.lower()
 if "again" in sys.argv:
     priority = LoadPriority(nice, priority.normal)

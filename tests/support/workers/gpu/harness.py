@@ -102,7 +102,7 @@ class Instance(Memory):
         scatter = Scatter("m", outputs_of(self.config), self.arenas, self.mapped, strict=self.model.strict)
         self.failures: list[BaseException] = []
         self.runner: Any = runner_of(
-            name, str(folder), self.model, gather, scatter, lambda _, error: self.failures.append(error)
+            name, str(folder), self.model, gather, scatter, lambda _, error: self.failures.append(error), None
         )
 
     def work(self, *, shared: bool | None = None, outputs: Any = None, **arrays: Array) -> Work:
