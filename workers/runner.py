@@ -29,7 +29,7 @@ from shmserve.workers.model_calls.answer import Request, Response, Trace, failur
 from shmserve.workers.process.log import public
 
 if TYPE_CHECKING:
-    from shmserve.workers.backends.base import BackendModel, Computation
+    from shmserve.workers.backends.base import BackendModel, Computation, ExecuteAlike
     from shmserve.workers.batch.gather import Gather, GatherGroup
     from shmserve.workers.batch.scatter import Scatter
     from shmserve.workers.hidden_tensors import HiddenTensors
@@ -230,9 +230,9 @@ class SeparateRunner(Runner[SeparateModel]):
 
     def _run(self, work_items: Sequence[Work]) -> Ran:
         taken = clock()
-        group = self._alike(work_items) if self._model.takes_alike else None
-        if group is not None:
-            return self._run_alike(work_items, group, taken)
+        execute_alike = self._model.execute_alike
+        if execute_alike is not None and (group := self._alike(work_items)) is not None:
+            return self._run_alike(execute_alike, work_items, group, taken)
         gather, hidden = self._gather, self._hidden
         if hidden is not None and hidden.slots:
             work_items = hidden.filled(work_items, gather)
@@ -280,11 +280,11 @@ class SeparateRunner(Runner[SeparateModel]):
         )
         return self._gather.inline_group(work_items) if plain else None
 
-    def _run_alike(self, work_items: Sequence[Work], group: GatherGroup, taken: int) -> Ran:
+    def _run_alike(self, execute: ExecuteAlike, work_items: Sequence[Work], group: GatherGroup, taken: int) -> Ran:
         results = Results(self._scatter, work_items, group.rows)
         rows: list[Row] | Columns
         try:
-            responses, parameters = self._model.execute_alike(group, results, self.outputs_of)
+            responses, parameters = execute(group, results, self.outputs_of)
             computed = clock()
             if responses is not None:
                 results.abandon()

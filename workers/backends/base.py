@@ -215,20 +215,21 @@ class AlikeResults(NamedTuple):
     parameters: dict[str, Value] | None = None
 
 
+class ExecuteAlike(Protocol):
+    def __call__(
+        self, inputs: GatherGroup, outputs: Results, outputs_of: Callable[[Work], ResponseOutputs], /
+    ) -> AlikeResults:
+        """`outputs_of` opens the outputs of a response to one of the requests."""
+
+
 class SeparateModel(BackendModel, ABC):
     """Gets the requests of a batch one by one and answers each."""
 
     takes_slots = False
     """Whether it gets a null request for each empty slot of the sequences in a batch, as StackedModels do."""
-    takes_alike = False
-    """Whether it can also get requests that are alike together, which costs less for each of them."""
-
-    def execute_alike(
-        self, inputs: GatherGroup, outputs: Results, outputs_of: Callable[[Work], ResponseOutputs]
-    ) -> AlikeResults:
-        """`execute` for requests without options that want all outputs and whose small inputs stack. `outputs_of` opens
-        the outputs of a response to one of them."""
-        raise NotImplementedError
+    execute_alike: ExecuteAlike | None = None
+    """Runs requests together that are alike: without options, with all outputs, and with small inputs that stack. This
+    costs less for each of them. None: the model gets them one by one, as all others."""
 
     @abstractmethod
     def execute(self, requests: list[Request]) -> list[Response | None]:

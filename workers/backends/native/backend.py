@@ -229,7 +229,8 @@ class NativeModel(SeparateModel):
         self._context = context
         self._iterative = sequences is not None and sequences.iterative_sequence
         self.on_device = opened.on_gpu
-        self.takes_alike = self.takes_slots = not streams.decoupled
+        self.takes_slots = not streams.decoupled
+        self.execute_alike = None if streams.decoupled else self._execute_alike
         self._inputs = len(inputs)
         self._declared = len(config.output)
         self._outputs = outputs
@@ -286,7 +287,7 @@ class NativeModel(SeparateModel):
         last = [streams.collect(answer.stream) for answer in answers.values() if answer.stream is not None]
         return [one if one is not None and one.error is not None else None for one in last]  # a warm-up sample
 
-    def execute_alike(
+    def _execute_alike(
         self, inputs: GatherGroup, outputs: Results, outputs_of: Callable[[Work], ResponseOutputs]
     ) -> AlikeResults:
         host, streams = self._library.host, self.streams
