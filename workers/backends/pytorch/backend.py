@@ -40,7 +40,7 @@ _BITS16 = np.dtype(np.int16)
 
 class OpenProgram(NamedTuple):
     program: Program
-    device: torch.device
+    place: torch.device
 
 
 class Torch(Backend):
@@ -62,16 +62,16 @@ class Torch(Backend):
 
     def load(self, config: ModelConfig) -> TorchModel:
         opened = self._open(config)
-        return TorchModel(self.context, config, *opened, on_gpu=opened.device.type == "cuda")
+        return TorchModel(self.context, config, *opened, on_gpu=opened.place.type == "cuda")
 
     def _open(self, config: ModelConfig) -> OpenProgram:
         if self._opened is None:
             path = self.context.model_file(config, "model.pt")
-            device = _device(config, self.context.instance)
+            place = _device(config, self.context.instance)
             self._set_threads(Parameters(config))
             for library in self.context.operator_libraries(config):
                 _load(config.name, library)
-            self._opened = OpenProgram(open_program(path, device), device)
+            self._opened = OpenProgram(open_program(path, place), place)
         return self._opened
 
     def _set_threads(self, parameters: Parameters) -> None:
@@ -121,7 +121,7 @@ class TorchModel(OverlappingModel):
         """Returns what reads and writes tensors on the GPU: one at a time, or in queued batches."""
         # Without a GPU, these modules are not imported.
         from shmserve.workers.backends.device_inputs import DeviceInputs
-        from shmserve.workers.backends.device_pipeline import options_of
+        from shmserve.workers.backends.device_pipeline import Pipeline, options_of
         from shmserve.workers.backends.pytorch.gpu_batches import GpuBatches
         from shmserve.workers.gpu import api
 
@@ -134,11 +134,9 @@ class TorchModel(OverlappingModel):
         if why:
             log_message(f"model '{config.name}': batches do not overlap and run without CUDA graphs: {why}")
             return DeviceInputs(), None
-        options, specs = options_of(config, context), (self._inputs, self._outputs)
-        compute, array = self._compute, self._array
-        return None, GpuBatches(
-            cuda, config, context.instance, options, self._device, specs, compute, array, self._copied
-        )
+        device.settle_all(self._device)  # the streams of the pipeline do not wait for the one that copied the weights
+        pipeline = Pipeline(cuda, context.instance, options_of(config, context))
+        return None, GpuBatches(pipeline, config, self._device, self._compute, self._array, self._copied)
 
     def _not_queued(self) -> str:
         strings = [spec.name for spec in (*self._inputs, *self._outputs) if not spec.item]

@@ -7,7 +7,7 @@ reuse its memory before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,14 +17,13 @@ from msgspec import Struct
 from shmserve.dtypes import elements
 from shmserve.errors import ModelFailed, Unavailable, Unsupported
 from shmserve.workers.backends.cuda_graphs import CudaGraph, CudaGraphs, GraphRequest, requested_graphs
-from shmserve.workers.backends.device_pipeline import DeviceBatch, NoComputation, Pipeline, PipelineOptions
+from shmserve.workers.backends.device_pipeline import DeviceBatch, NoComputation, Pipeline
 from shmserve.workers.backends.pytorch import device
 from shmserve.workers.backends.pytorch.programs import DTYPES
-from shmserve.workers.batch.specs import matches
+from shmserve.workers.batch.specs import matches, model_inputs_of, model_outputs_of
 from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
-    from shmserve.gpu.interface import GpuDevice
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.backends.base import Computation
     from shmserve.workers.backends.cuda_graphs import Shape
@@ -68,28 +67,24 @@ class ConfiguredShapes:
 class GpuBatches:
     def __init__(
         self,
-        cuda: GpuDevice,
+        pipeline: Pipeline,
         config: ModelConfig,
-        instance: str,
-        options: PipelineOptions,
         place: torch.device,
-        specs: tuple[Sequence[Spec], Sequence[Spec]],
         compute: Callable[[list[Any]], list[Any]],
         to_host: Callable[[Spec, Any, int], Array],
         copied: set[int],
     ) -> None:
-        """`compute` runs the model on the inputs. `to_host` checks a result and returns it as an array. `copied`: the
-        inputs that the model may write to or keep."""
+        """Owns the pipeline. `compute` runs the model on the inputs. `to_host` checks a result and returns it as an
+        array. `copied`: the inputs that the model may write to or keep."""
+        self._pipeline = pipeline
         self._config = config
         self._place = place
-        self._inputs, self._outputs = specs
+        self._inputs, self._outputs = model_inputs_of(config), model_outputs_of(config)
         self._compute = compute
         self._to_host = to_host
         self._copied = copied
         self._graphs: dict[int, CudaGraphs] = {}
         """By the number of the slot, as a graph always uses the same buffers."""
-        device.settle_all(place)  # the streams below do not wait for the one that copied the weights
-        pipeline = self._pipeline = Pipeline(cuda, instance, options)
         try:
             self._stream = device.stream_of(pipeline.compute, place)
             self._pool: Any = None
