@@ -75,9 +75,12 @@ def text_of(error: BaseException) -> str:
 
 def missing_module(error: ModuleNotFoundError) -> str:
     """Returns what to do about a module that a model or backend imports. The parts of an installed package are reported
-    as such, because installing it again would not help."""
+    as such, because installing it again would not help. Without the name of a module, the text of the error remains:
+    some libraries raise it themselves, with advice."""
     top = (error.name or "").partition(".")[0]
-    if not top or top in sys.modules:
+    if not top:
+        return f"it imports a package that is not installed: {error}"
+    if top in sys.modules:
         return f"the installed version of '{top}' lacks what it imports ({error}); install a version that fits it"
     package = f"the package {_PACKAGES[top]}" if top in _PACKAGES else f"the package that provides '{top}'"
     return (

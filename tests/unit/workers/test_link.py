@@ -25,7 +25,15 @@ from shmserve.workers import link as workers_link
 from shmserve.workers.link import BrokerLink
 from shmserve.workers.outbox import Outbox, in_chunks, row_bytes
 from shmserve.workers.process import log as saying
-from shmserve.workers.process.log import TEXT_LIMIT, escaped, log_message, log_traceback, public, trace_of
+from shmserve.workers.process.log import (
+    TEXT_LIMIT,
+    escaped,
+    log_message,
+    log_traceback,
+    missing_module,
+    public,
+    trace_of,
+)
 
 decode = codec.Codec(WorkerReport).decode
 Ends = tuple[BrokerLink, socket.socket]
@@ -258,6 +266,11 @@ def test_a_traceback_of_internal_frames_only(trace: Callable[[str], list[str]], 
     assert f'  File "{tmp_path}/syntax.py", line 1' in lines
     assert lines[-1].startswith("SyntaxError: ")
     assert not [line for line in lines if "frozen" in line]
+
+
+def test_a_missing_module_without_a_name_is_reported_with_its_text() -> None:
+    text = missing_module(ModuleNotFoundError("install 'tool[extra]' for this"))
+    assert text == "it imports a package that is not installed: install 'tool[extra]' for this"
 
 
 def test_error_texts_for_callers_contain_no_paths() -> None:
