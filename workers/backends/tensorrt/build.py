@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from shmserve.errors import ModelFailed, ServeError, Unsupported
 from shmserve.gpu.interface import GpuDevice
+from shmserve.paths import cache_dir, server_runtime_dir
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.gpus import discover
 from shmserve.repo.storage.store import scan_model
@@ -204,13 +205,12 @@ def _timing_cache(order: BuildOptions, trt: Any, settings: Any, capability: str)
     if data and settings.set_timing_cache(settings.create_timing_cache(data), False):
         return path, [f"timing cache: {path}, {len(data)} bytes were there"]
     settings.set_timing_cache(settings.create_timing_cache(b""), False)
-    was = "of another device or version, begun anew" if data else "new"
-    return path, [f"timing cache: {path}, {was}"]
+    state = "of another device or version, begun anew" if data else "new"
+    return path, [f"timing cache: {path}, {state}"]
 
 
 def _cache_place(trt: Any, capability: str) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "shmserve" / f"tensorrt-{trt.__version__}-sm{capability}.cache"
+    return cache_dir(server_runtime_dir()) / f"tensorrt-{trt.__version__}-sm{capability}.cache"
 
 
 # ------------------------------------------------------------------------------------------- results
@@ -291,10 +291,8 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
     def look() -> bool:
         nonlocal came
-        try:
+        with suppress(BlockingIOError):
             came = bool(os.read(reading, 64)) or came
-        except BlockingIOError:
-            return came
         return came
 
     numbers = (signal.SIGINT, signal.SIGTERM)
