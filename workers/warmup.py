@@ -122,7 +122,7 @@ def _tensor(what: str, entry: ModelWarmupInput, spec: Spec, folder: Path) -> Ten
         raise InvalidRequest(f"{what} has data_type {entry.data_type}; the model's is {spec.dtype}")
     dims = tuple(entry.dims)
     if any(dim < 0 for dim in dims):
-        raise InvalidRequest(f"{what} has dims {list(dims)}: those of data must be known")
+        raise InvalidRequest(f"{what} has dims {list(dims)}: all dims of a sample must be known")
     if not matches(dims, spec.dims):
         raise InvalidRequest(
             f"{what} has dims {list(dims)}; the model's are {list(spec.dims)}"

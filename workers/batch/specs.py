@@ -219,7 +219,7 @@ def _spec(entry: ModelInput | ModelOutput, batched: bool, optional: bool, flat: 
 def _plain_spec(name: str, data_type: str, dims: tuple[int, ...], batched: bool) -> Spec:
     dtype = dtypes.FROM_CONFIG.get(data_type)
     if dtype is None:
-        raise InvalidRequest(f"tensor '{name}' has data type {data_type}, which is none")
+        raise InvalidRequest(f"tensor '{name}' has the data type {data_type}, which does not exist")
     return Spec(
         name=name,
         dtype=dtype,

@@ -212,7 +212,8 @@ def _find_model(order: RunOrder) -> tuple[ScannedModel, int]:
         raise RunFailed(f"failed to load model '{model.name}' version {order.version}: {model.missing[order.version]}")
     if order.version not in model.versions:
         log_message(
-            f"version {order.version} of model '{model.name}' would not be served: its version policy", "warning"
+            f"version {order.version} of model '{model.name}' would not be served because of its version_policy",
+            "warning",
         )
     return model, order.version
 

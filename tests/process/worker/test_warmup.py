@@ -184,7 +184,7 @@ def of_file(name: str, *dims: int) -> ModelWarmup:
 
 BAD: dict[str, tuple[ModelWarmup, str]] = {
     "dims unlike the model's": (sample("s", 1, x=data("FP32", 3, 4, zero_data=True)), "'x' has dims [3, 4]; the model"),
-    "dims unknown": (sample("s", 1, x=data("FP32", -1, zero_data=True)), "[-1]: those of data must be known"),
+    "dims unknown": (sample("s", 1, x=data("FP32", -1, zero_data=True)), "[-1]: all dims of a sample must be known"),
     "type": (sample("s", 1, x=data("INT8", 3, zero_data=True)), "data_type TYPE_INT8; the model's is FP32"),
     "no type": (sample("s", 1, x=ModelWarmupInput(dims=(3,), zero_data=True)), "data_type TYPE_INVALID"),
     "no data": (sample("s", 1, x=data("FP32", 3)), "give zero_data, random_data or input_data_file"),

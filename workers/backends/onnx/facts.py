@@ -45,7 +45,10 @@ def facts_of(nodes: Iterable[Any], needed: Collection[str] | None = None) -> lis
 
 def _why(kind: str) -> str:
     if kind.startswith("tensor("):
-        return "it has no data type among those of requests; cast it inside the model"
+        return "requests have no such data type; cast the tensor inside the model"
     if kind.startswith("optional("):
-        return "give the tensor itself in the model, and an initializer of its name if it may be left out"
-    return "only tensors travel; an exporter's switch (zipmap, for classifiers) or an operator at its end makes it one"
+        return "make it a plain tensor in the model, with an initializer of its name if requests may leave it out"
+    return (
+        "requests and responses have tensors only; export the model without such values (for classifiers: "
+        "zipmap=False), or convert them with an operator"
+    )

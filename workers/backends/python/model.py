@@ -42,7 +42,9 @@ class PythonHost:
 
     def server(self) -> OutgoingCalls:
         """Returns the interface for calls. Raises TritonModelException."""
-        raise pb_utils.TritonModelException("there is no server that the model could ask, or not at this time")
+        raise pb_utils.TritonModelException(
+            "the model cannot ask the server: there is none, or the model is still being loaded or already finalized"
+        )
 
     def count(self, subject: Subject) -> memoryview[float]:
         """Returns the memory of a new metric, which the server reads."""
@@ -135,7 +137,9 @@ class PythonModel(PythonHost, BackendModel, ABC):
             log_traceback(f"is_ready of model instance '{self._instance}' failed", error)
             return False
         if not isinstance(ready, bool):
-            log_message(f"is_ready of model instance '{self._instance}' gave {type(ready).__name__}, not True or False")
+            log_message(
+                f"is_ready of model instance '{self._instance}' returned {type(ready).__name__}, not True or False"
+            )
         return ready is True
 
     # ------------------------------------------------------------------------------------ running

@@ -51,7 +51,7 @@ class Responses:
         if self._at >= 0 and self._taken is None:
             raise TritonModelException(
                 f"the {self._size} bytes of these responses are more than the {REPLAYED_BYTES} that are kept for a "
-                f"second loop; keep the responses in a list"
+                "second loop; keep the responses in a list"
             )
         if self._taken is not None and self._at >= len(self._taken):
             self._at = 0

@@ -158,7 +158,7 @@ class DeviceTensor(Tensor):
     def as_numpy(self) -> Array:
         advice = f", or leave out {HOST_INPUTS.name}" if hasattr(self, "_work") else ""
         raise TritonModelException(
-            f"tensor '{self._name}' is on a GPU, and no numpy array: take it by to_dlpack(){advice}"
+            f"tensor '{self._name}' is on a GPU and cannot be a numpy array: use to_dlpack(){advice}"
         )
 
     def shape(self) -> list[int]:

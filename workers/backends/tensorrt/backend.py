@@ -318,7 +318,7 @@ class TensorRTModel(OverlappingModel):
             self._bind(profile, slot, in_place, near)
             if not profile.run(pipeline.compute):
                 cuda.synchronize_stream(pipeline.compute)  # raises if the device failed
-                raise ModelFailed(f"the engine does not run: {self._logger.last or 'the library gives no reason'}")
+                raise ModelFailed(f"the engine does not run: {self._logger.last}")
         pipeline.computed(slot)
         for index, address in near.items() if graph is not None else ():  # a graph always writes to the same addresses
             size = elements(output_shapes[index]) * self._outputs[index].item

@@ -101,7 +101,7 @@ def _build(order: BuildOptions) -> None:
         if plan is None:
             if interrupted():
                 raise Interrupted
-            raise ModelFailed(f"no plan could be built: {logger.last or 'the library gives no reason'}")
+            raise ModelFailed(f"no plan could be built: {logger.last}")
     _write(out, plan)
     _report(order, trt, logger, out, time.perf_counter() - started, cuda, words)
 

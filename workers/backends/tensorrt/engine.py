@@ -132,7 +132,7 @@ def open_engine(config: ModelConfig, context: Context, trt: Any, logger: Any, ca
     if engine is None:
         raise InvalidRequest(
             f"unable to load plan of model '{config.name}'{f', built by TensorRT {version}' * bool(version)}: "
-            f"{logger.last or 'the library gives no reason'}; a plan works on the kind of GPU and the version of "
+            f"{logger.last}; a plan works on the kind of GPU and the version of "
             f"TensorRT that built it (here: compute capability {capability}, TensorRT {trt.__version__}), unless it "
             "was built to be compatible; `shmserve build` makes one for this machine from the ONNX file"
         )
@@ -159,12 +159,12 @@ def load_plugins(paths: str) -> None:
 
 
 def logger_of(trt: Any, log_message: Callable[[str, str], None]) -> Any:
-    """Returns the library's logger. `last` is the last error, for calls that only report failure."""
+    """Returns the library's logger. `last` is the text of the last error, for calls that only report failure."""
 
     class Logger(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
-            self.last = ""
+            self.last = "the library gives no reason"
 
         def log(self, severity: Any, msg: str) -> None:
             if severity in (trt.ILogger.Severity.INTERNAL_ERROR, trt.ILogger.Severity.ERROR):

@@ -156,7 +156,7 @@ def test_a_version_and_a_configuration_can_be_selected(
     assert here(capfd, model_dir="old", random=True)[0].startswith("old version 1 (identity)")
     out, err = here(capfd, model_dir="old", random=True, version=2)
     assert out.startswith("old version 2 (identity)")
-    assert err == "warning: version 2 of model 'old' would not be served: its version policy\n"
+    assert err == "warning: version 2 of model 'old' would not be served because of its version_policy\n"
     _, err = here(capfd, model_dir="old", random=True, version=3, code=1)
     assert err == "shmserve run: model 'old' has no version 3; its versions are: 1\n"
     _, err = here(capfd, model_dir="half", random=True, version=2, code=1)

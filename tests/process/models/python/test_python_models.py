@@ -176,7 +176,7 @@ def test_a_model_reports_whether_it_is_ready(server: Launched, client: shmserve.
         assert client.ready("moody") is ready
         assert client.ready()
     # Output of a worker may be logged after its answers.
-    until(client, lambda: "is_ready of model instance 'moody_0_0' gave int, not True or False" in server.log)
+    until(client, lambda: "is_ready of model instance 'moody_0_0' returned int, not True or False" in server.log)
     until(client, lambda: "ValueError: it broke" in server.log)
 
 

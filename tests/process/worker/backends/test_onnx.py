@@ -226,7 +226,7 @@ def test_inputs_of_optional_type_are_refused(tmp_path: Path) -> None:
     nodes = [helper.make_node("OptionalHasElement", ["x"], ["y"])]
     save(tmp_path, helper.make_graph(nodes, "graph", [given], [y]))
     text = refused(config("onnxruntime", {"x": ("FP32", (2,))}, {"y": ("BOOL", (1,))}), tmp_path)
-    assert "has the type optional(tensor(float)), which is not supported: give the tensor itself" in text
+    assert "has the type optional(tensor(float)), which is not supported: make it a plain tensor" in text
 
 
 def accelerated(kind: str, name: str = "", **parameters: str) -> ModelConfig:

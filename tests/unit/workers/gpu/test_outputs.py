@@ -133,7 +133,9 @@ def test_a_python_model_makes_a_tensor_on_the_gpu(runtime: Any) -> None:
     assert (tensor.name(), tensor.shape(), tensor.triton_dtype(), tensor.is_cpu()) == ("t", [3, 4], 11, False)
     assert tensor.__dlpack_device__() == (2, 0)
     np.testing.assert_array_equal(read(tensor.piece.__cuda_array_interface__), array)
-    with pytest.raises(pb_utils.TritonModelException, match=r"on a GPU, and no numpy array: take it by to_dlpack\(\)$"):
+    with pytest.raises(
+        pb_utils.TritonModelException, match=r"on a GPU and cannot be a numpy array: use to_dlpack\(\)$"
+    ):
         tensor.as_numpy()
     source.close()
 
