@@ -32,16 +32,14 @@ from shmserve.workers.process.device import device_of
 from shmserve.workers.process.log import log_traceback, missing_module, public, text_of
 from shmserve.workers.runner import Runner, runner_of
 
-PINS = "pins"
-"""The setting in Load that names the file with the size, mtime and inode of files that were not copied."""
-BACKEND_PINS = "backend-pins"
-"""The same for the files of a backend that is not built in."""
-
 if TYPE_CHECKING:
     from shmserve.workers.link import BrokerLink
     from shmserve.workers.outbox import Outbox
 
-
+PINS = "pins"
+"""The setting in Load that names the file with the size, mtime and inode of files that were not copied."""
+BACKEND_PINS = "backend-pins"
+"""The same for the files of a backend that is not built in."""
 THREADS = "SHMSERVE_THREADS"
 """The environment variable with the number of threads that an engine may use."""
 

@@ -1,6 +1,5 @@
 """Language models in GGUF files, run by llama.cpp: `model.gguf`.
 
-`engine` owns llama.cpp, `parameters` translates a request for it, and `pieces` reads its output. `encoder` serves
-models that do not generate. `files` reads the header of a GGUF file, and `settings` the parameters of the
-configuration.
+`backend` has the classes for models that generate and for those that do not. `engine` owns llama.cpp, `parameters`
+translates a request for it, and `pieces` reads its output. `settings` reads the parameters of the configuration.
 """

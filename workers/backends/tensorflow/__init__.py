@@ -2,5 +2,6 @@
 
 `files` reads the declarations of a model file without running any of it: `SavedModel` chooses a graph by its tag and a
 signature, `FrozenGraph` contains only a graph. It also says which nodes outputs depend on, and whether one of them
-keeps a tensor after the run. `backend` opens a session and runs batches with it.
+keeps a tensor after the run. `sessions` opens a session, with which `backend` runs batches. `engine` imports
+TensorFlow.
 """
