@@ -20,6 +20,7 @@ from msgspec import structs
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.repo.config.schema import BatchOutput
 from shmserve.workers.backends.base import Backend, StackedModel
+from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.batch.specs import outputs_of
 
 if TYPE_CHECKING:
@@ -45,11 +46,11 @@ class Identity(Backend):
 
 class IdentityModel(StackedModel):
     def __init__(self, config: ModelConfig) -> None:
-        parameters = {key: value.string_value for key, value in config.parameters.items()}
-        self._delay_s = _number(parameters, "delay_us") / 1e6 + _number(parameters, "execute_delay_ms") / 1e3
-        self._fail = parameters.get("fail", "")
-        self._triggers = parameters.get("triggers", "0") == "1"
-        if creation_s := _number(parameters, "creation_delay_sec"):
+        parameters = Parameters(config)
+        self._delay_s = _delay(parameters, "delay_us") / 1e6 + _delay(parameters, "execute_delay_ms") / 1e3
+        self._fail = parameters.text("fail")
+        self._triggers = parameters.text("triggers") == "1"
+        if creation_s := _delay(parameters, "creation_delay_sec"):
             select.select((), (), (), creation_s)
         self._specs = outputs_of(config)
         self._names = [entry.name for entry in config.input]
@@ -105,15 +106,11 @@ class IdentityModel(StackedModel):
                 raise ModelFailed(str(wanted["fail"]))
 
 
-def _number(parameters: dict[str, str], key: str) -> float:
-    text = parameters.get(key, "0")
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < 1e12:
-        raise InvalidRequest(f"parameter {key} must be a number from 0 on, not '{text}'")
-    return number
+def _delay(parameters: Parameters, key: str) -> float:
+    delay = parameters.number(key, 0.0)
+    if not 0 <= delay < 1e12:
+        raise parameters.wrong(key, "at least 0 and below 1e12")
+    return delay
 
 
 def _source(config: ModelConfig, index: int) -> int:

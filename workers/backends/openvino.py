@@ -169,9 +169,9 @@ class OpenVinoModel(StackedModel):
             self._take(index, spec, placed.get(index), inputs.rows, rows, outputs)
 
     def _take(self, index: int, spec: Spec, placed: Array | None, rows: int, ran: int, outputs: Results) -> None:
-        tensor = self._request.get_output_tensor(self._output_ports[index][0])
         if not outputs.needed(index):
             return
+        tensor = self._request.get_output_tensor(self._output_ports[index][0])
         if placed is None:
             computed = tensor.data.view(spec.numpy) if spec.dtype == "BF16" else tensor.data
             outputs.put(index, computed[:rows] if spec.batched and ran != rows else computed)

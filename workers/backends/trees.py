@@ -209,10 +209,9 @@ class OutputFormat:
 
     def __init__(self, targets: int, classes: int, classifier: bool, parameters: Parameters) -> None:
         self.width = targets * classes
-        self.binary = targets == classes == 1
         classes_only = parameters.flag("output_class", parameters.flag("is_classifier", classifier))
         self.raw = not classes_only or parameters.flag("predict_proba", False)
-        self.binary = self.binary and classes_only
+        self.binary = classes_only and targets == classes == 1
         self._threshold = parameters.number("threshold", 0.5)
         self._two_classes = classes == 2 and bool(parameters.text("threshold"))
 

@@ -124,7 +124,7 @@ def test_invalid_onnx_models_are_refused(make: Callable[[Path], ModelConfig], te
 @cases(
     ({**Y, "z": ("FP32", (3,))}, {}, "output 'z' has no input to repeat"),
     ({"y": ("INT8", (3,))}, {}, "output 'y' is TYPE_INT8"),
-    (Y, {"delay_us": "soon"}, "delay_us must be a number"),
+    (Y, {"delay_us": "soon"}, "parameter delay_us of model 'm' must be a number"),
 )
 def test_invalid_identity_models_are_refused(
     outputs: Tensors, parameters: dict[str, str], text: str, tmp_path: Path

@@ -17,11 +17,11 @@ import numpy as np
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ModelFailed, Unsupported
-from shmserve.repo.config.schema import parameter
 from shmserve.workers.backends.base import Backend, Context, OverlappingModel
 from shmserve.workers.backends.cuda_graphs import CudaGraph, CudaGraphs, requested_graphs
 from shmserve.workers.backends.device_pipeline import DeviceBatch, NoComputation, Pipeline, options_of
 from shmserve.workers.backends.model_facts import completed
+from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.backends.tensorrt.engine import (
     LoadedEngine,
     ProfileShapes,
@@ -143,9 +143,10 @@ class TensorRTModel(OverlappingModel):
         self._allocators.clear()
 
     def _strategy(self, config: ModelConfig) -> Any:
-        name = parameter(config, STRATEGY) or _STRATEGIES[0]
+        parameters = Parameters(config)
+        name = parameters.text(STRATEGY, _STRATEGIES[0])
         if name not in _STRATEGIES:
-            raise InvalidRequest(f"parameter {STRATEGY} is '{name}', expected one of {', '.join(_STRATEGIES)}")
+            raise parameters.wrong(STRATEGY, f"one of {', '.join(_STRATEGIES)}")
         return self._trt.ExecutionContextAllocationStrategy.__members__[name]
 
     def _sizes(self, config: ModelConfig) -> tuple[list[int], list[int]]:

@@ -389,7 +389,7 @@ OUTPUT = {"name": "y", "data_type": "TYPE_FP32", "dims": (4,)}
     ({"x": {"is_shape_tensor": True}}, InvalidRequest, "'x' is no shape tensor in the engine"),
     ({"x": {"is_non_linear_format_io": True}}, Unsupported, "is_non_linear_format_io is not supported"),
     ({"x": {"optional": True}}, Unsupported, "an engine has no optional inputs, but x is optional"),
-    ({"strategy": "SOME"}, InvalidRequest, "is 'SOME', expected one of STATIC, ON_PROFILE_CHANGE"),
+    ({"strategy": "SOME"}, InvalidRequest, "must be one of STATIC, ON_PROFILE_CHANGE, not 'SOME'"),
     ids=str,
 )
 def test_invalid_configurations_are_refused(
