@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from shmserve.errors import InvalidRequest
-from shmserve.repo.config.complete import DEFAULT_MAX_BATCH, complete_from_model
+from shmserve.repo.config.complete import complete_from_model
 from shmserve.workers.batch.specs import inputs_of, model_inputs_of, model_outputs_of, outputs_of
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def completed(
     config: ModelConfig,
     inputs: Sequence[TensorFacts],
     outputs: Sequence[TensorFacts],
-    default_max_batch: int = DEFAULT_MAX_BATCH,
+    default_max_batch: int,
 ) -> ModelConfig:
     """Adds the tensors of the model file, except those that callers neither send nor receive."""
     return complete_from_model(

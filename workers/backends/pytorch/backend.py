@@ -58,7 +58,7 @@ class Torch(Backend):
                 "describe their shapes; a torch.export package (model.pt2) does"
             )
         inputs, outputs = ([fact for fact in side if fact is not None] for side in facts)
-        return completed(config, inputs, outputs)
+        return completed(config, inputs, outputs, self.context.default_max_batch("pytorch"))
 
     def load(self, config: ModelConfig) -> TorchModel:
         opened = self._open(config)

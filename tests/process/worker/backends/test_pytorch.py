@@ -236,14 +236,14 @@ def test_inputs_and_outputs_are_read_from_an_exported_program(tmp_path: Path) ->
     source = TREE.replace("x, flag, more, *, k", "x, k").replace(' more["q"] * 1', "")
     export(tmp_path, source, x, k, dynamic=({0: batch}, {0: batch}))
     given = replace(config("pytorch", {}, {}), default_model_filename="model.pt2")
-    with loaded(given, tmp_path) as model:
+    with loaded(given, tmp_path, {"pytorch,default-max-batch-size": "7"}) as model:
         found = model.config
         assert [(entry.name, entry.data_type, tuple(entry.dims)) for entry in found.input] == [
             ("x", "TYPE_FP32", (3,)),
             ("k", "TYPE_FP32", (3,)),
         ]
         assert [(entry.name, tuple(entry.dims)) for entry in found.output] == [("a", (3,)), ("OUTPUT__1", (3,))]
-        assert found.max_batch_size == 4
+        assert found.max_batch_size == 7
         assert found.dynamic_batching is not None
         values = np.arange(3, dtype=np.float32).reshape(1, 3)
         tensors = [Tensor(name, "FP32", (1, 3), (values * scale).tobytes()) for name, scale in (("x", 1), ("k", 10))]
