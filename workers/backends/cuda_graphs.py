@@ -55,12 +55,6 @@ class CudaGraphs:
         self._padding: dict[tuple[Shape, ...], list[CudaGraph]] = {}
         """By the shapes after the batch dimension, smallest batch first."""
 
-    def __len__(self) -> int:
-        return len(self._exact)
-
-    def __contains__(self, shapes: tuple[Shape, ...]) -> bool:
-        return shapes in self._exact
-
     def add(self, graph: CudaGraph) -> None:
         self._exact[graph.shapes] = graph
         if graph.min_rows:

@@ -192,9 +192,8 @@ class GpuBatches:
     def _queue(self, slot: DeviceSlot, inputs: GatherGroup, outputs: Results, wanted: list[int]) -> DeviceBatch:
         pipeline, rows = self._pipeline, inputs.rows
         shapes = [inputs.shape(index) for index in range(len(self._inputs))]
-        graphs = self._graphs[slot.number]
         known = tuple(shape for shape in shapes if shape is not None)
-        match = graphs.find(known, rows) if len(graphs) and len(known) == len(shapes) else None
+        match = self._graphs[slot.number].find(known, rows) if len(known) == len(shapes) else None
         graph: Captured | None = match.handle if match is not None else None
         tensors = [self._input(slot, graph, inputs, index, shape) for index, shape in enumerate(shapes)]
         pipeline.inputs_copied(slot)

@@ -284,8 +284,7 @@ class TensorRTModel(OverlappingModel):
             if value is None or value.nbytes > values.bytes:
                 raise InvalidRequest(f"input '{self._inputs[index].name}' has more values than the model's dims allow")
             values.array(shapes[index])[...] = value
-        graphs = self._graphs[slot.number]
-        graph = graphs.find(shapes, rows) if len(graphs) else None
+        graph = self._graphs[slot.number].find(shapes, rows)
         if graph is None:
             profile = self._choose(shapes)
             output_shapes = list(profile.prepare(shapes))
