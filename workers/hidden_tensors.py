@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError
@@ -32,7 +33,6 @@ from shmserve.workers.batch.sequence_inputs import (
     with_gaps_filled,
 )
 from shmserve.workers.batch.specs import batch_inputs_of, inputs_of, model_outputs_of
-from shmserve.workers.model_calls.answer import Response
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from shmserve.workers.batch.gather import Gather, GatherGroup
     from shmserve.workers.batch.scatter import Scatter
     from shmserve.workers.batch.specs import Spec
+    from shmserve.workers.model_calls.answer import Response
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Shapes = list[tuple[int, ...] | None]
@@ -201,7 +202,7 @@ class HiddenTensors:
             if name in names
         }
         outputs = [pair for pair in response.outputs if pair[0] not in names or pair[0] in self._output_names]
-        return states, Response(outputs, None, response.parameters, response.again, response.placed)
+        return states, replace(response, outputs=outputs)
 
     def answered(self, work: Work, response: Response | None, states: dict[int, Array], row: Row | None) -> None:
         """Keeps the new states of a request. `response` None: its responses are separate messages. `row` None: the

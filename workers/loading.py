@@ -33,7 +33,6 @@ from shmserve.workers.process.log import log_traceback, missing_module, public, 
 from shmserve.workers.runner import Runner, runner_of
 
 if TYPE_CHECKING:
-    from shmserve.workers.link import BrokerLink
     from shmserve.workers.outbox import Outbox
 
 PINS = "pins"
@@ -52,7 +51,7 @@ class LoadedModel(Struct):
     mapped: Mapped
     runner: Runner[Any]
     inbox: WorkerInbox | None = None
-    """None without a link."""
+    """None without a broker."""
 
     def close(self) -> None:
         """Finalizes the model. May raise the model's own exceptions."""
@@ -67,11 +66,10 @@ def load(
     config_bytes: bytes,
     outbox: Outbox | None,
     trace: Trace = log_traceback,
-    link: BrokerLink | None = None,
 ) -> LoadedModel:
     """Loads a model. If that fails, closes the backend and the arenas and raises the error. `trace` is called for
-    failed batches. `outbox`: None without a broker. With `link`, the model can make calls to the server, also while it
-    is loading."""
+    failed batches. `outbox`: None without a broker. With one, the model can make calls to the server, also while it is
+    loading."""
     config = decode_config(config_bytes)
     device = device_of(config, order.instance)
     mapped = Mapped(_open_device if device.kind == "GPU" else None)
@@ -84,13 +82,15 @@ def load(
     kind = kind_of(config, context)
     on_gpu = near_limit(order.settings.get(GPU_SETTING, ""), device.number)
     arenas = Arenas(order.owner, outbox, mapped, limit, on_gpu)
-    inbox = WorkerInbox(order.owner, link, outbox, mapped, arenas) if link is not None and outbox is not None else None
-    if link is not None and outbox is not None and inbox is not None and kind.asks:
-        from shmserve.workers.model_calls.calls import OutgoingCalls  # few backends need it
+    inbox: WorkerInbox | None = None
+    if outbox is not None:
+        inbox = WorkerInbox(order.owner, outbox.link, outbox, mapped, arenas)
+        if kind.asks:
+            from shmserve.workers.model_calls.calls import OutgoingCalls  # few backends need it
 
-        calls = OutgoingCalls(outbox, arenas, mapped, link.fileno(), inbox.read)
-        inbox.add(calls.handlers)
-        context = replace(context, calls=calls)
+            calls = OutgoingCalls(outbox, arenas, mapped, outbox.link.fileno(), inbox.read)
+            inbox.add(calls.handlers)
+            context = replace(context, calls=calls)
     with ExitStack() as undo:
         undo.callback(arenas.close)
         backend = kind(context)

@@ -202,7 +202,7 @@ def _serve(link: BrokerLink, priority: LoadPriority) -> Exit:
     outbox = Outbox(link)
     config = _read(descriptors.pop(0))
     try:
-        model = load(order, config, outbox, link=link)
+        model = load(order, config, outbox)
     except Exception as error:
         return _report_load_failure(order, error, outbox)
     stopped = False

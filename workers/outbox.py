@@ -29,7 +29,7 @@ class Outbox:
     segment may be closed before the flush."""
 
     def __init__(self, link: BrokerLink) -> None:
-        self._link = link
+        self.link = link
         self._messages: list[Any] = []
         self._descriptors: list[int] = []
         self.deferred: deque[Handle | Cancel] = deque()
@@ -50,9 +50,9 @@ class Outbox:
         try:
             packet = encode_of_model(messages)
             if len(packet) <= CHUNK_BYTES:
-                self._link.send_packet(packet, descriptors)
+                self.link.send_packet(packet, descriptors)
             else:
-                self._link.send(in_chunks(messages), descriptors)
+                self.link.send(in_chunks(messages), descriptors)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -500,7 +500,7 @@ class NativeModel(SeparateModel):
             outputs = [(output.name, output.array()) for output in sent.outputs if output.data is not None]
         except ServeError as error:
             return Response(error=self._context.failure_of(error), placed=placed)
-        return Response(outputs, None, sent.parameters or None, False, placed)
+        return Response(outputs, parameters=sent.parameters or None, placed=placed)
 
     def _place(self, number: int, token: int, output: int, rank: int, dims: Any, size: int, memory: Any) -> int:
         """Returns where the backend is to write an output; 0: anywhere. `memory`: the kind that it prefers, then that
