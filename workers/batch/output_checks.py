@@ -98,10 +98,13 @@ def as_state(spec: Spec, array: Array) -> Array:
     kinds = spec.numpy.kind + array.dtype.kind
     if kinds == "ff":
         return array.astype(spec.numpy, copy=False)
-    if kinds in ("ii", "iu", "ui", "uu"):
-        converted = array.astype(spec.numpy, copy=False)
-        return converted if (converted == array).all() else array
-    return array
+    return as_integers(array, spec.numpy) if kinds in ("ii", "iu", "ui", "uu") else array
+
+
+def as_integers(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Converts integers to another type of integers if all values fit."""
+    converted = array.astype(dtype, copy=False)
+    return converted if (converted == array).all() else array
 
 
 def strings(model: str, spec: Spec, part: Array) -> Array:

@@ -18,6 +18,7 @@ from shmserve.repo.parameters import STRICT_OUTPUTS
 from shmserve.workers.backends.base import BackendModel, Context
 from shmserve.workers.backends.python import pb_calls, pb_metrics, pb_requests, pb_utils
 from shmserve.workers.backends.python.forked_calls import ForkedHost
+from shmserve.workers.batch.output_checks import as_integers
 from shmserve.workers.batch.specs import model_outputs_of
 from shmserve.workers.model_calls.coroutines import Coroutines
 from shmserve.workers.model_calls.probes import ReadinessCalls
@@ -176,8 +177,7 @@ class PythonModel(PythonHost, BackendModel, ABC):
         declared = self._integers.get(name)
         if declared is None or array.dtype == declared or array.dtype.kind not in "iu":
             return array
-        converted = array.astype(declared)
-        return converted if (converted == array).all() else array
+        return as_integers(array, declared)
 
     @abstractmethod
     def _work_items(self) -> Sequence[Work]:

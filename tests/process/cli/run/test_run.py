@@ -119,7 +119,7 @@ class TritonPythonModel:
         print(self.starts)
         return [pb_utils.InferenceResponse(request.inputs())]
 """
-    tensors = ", ".join(f'{kind} {{ name: "x" data_type: TYPE_FP32 dims: [1] }}' for kind in ("input", "output"))
+    tensors = " ".join(f'{kind} {{ name: "x" data_type: TYPE_FP32 dims: [1] }}' for kind in ("input", "output"))
     write_model(tmp_path, "m", f'backend: "python" {tensors} sequence_batching {{ iterative_sequence: true }}', source)
     assert "[1, 0, 0]" in Ran("m", "-i", "x=1", cwd=tmp_path).out
 
