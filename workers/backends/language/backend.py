@@ -258,14 +258,14 @@ class LanguageInstance(SeparateModel):
     @contextmanager
     def _replying(self, generation: Generation, stream: ResponseSender) -> Iterator[_Replying]:
         """The listener of a request, which runs during the block. It keeps the error with which the block ends."""
-        replying = _Replying(generation, stream, self.streams, self._outputs)
-        if self._metrics is not None:
-            replying.measure(self._metrics, generation.count)
+        metrics = self._metrics
+        reply = Reply(generation, [] if metrics is None else [metrics.began() for _ in range(generation.count)])
+        replying = _Replying(reply, stream, self.streams, self._outputs)
         try:
             yield replying
         except Exception as error:
             replying.error = replying.error or error
-        replying.ended(CANCELLED.code if stream.cancelled else "" if replying.error is None else "error")
+        reply.ended("cancelled" if stream.cancelled else "" if replying.error is None else "error")
 
     def _convert(self, conversion: Tokenization | Detokenization, stream: ResponseSender) -> Exception | None:
         try:
@@ -280,20 +280,12 @@ class LanguageInstance(SeparateModel):
 class _Replying:
     """The listener of a request: sends the output of the engine. `error`: the reason why the request was stopped."""
 
-    def __init__(
-        self, generation: Generation, stream: ResponseSender, host: OpenResponses, outputs: frozenset[str]
-    ) -> None:
+    def __init__(self, reply: Reply, stream: ResponseSender, host: OpenResponses, outputs: frozenset[str]) -> None:
         self.error: Exception | None = None
-        self._reply = Reply(generation)
+        self._reply = reply
         self._stream = stream
         self._host = host
         self._outputs = outputs
-
-    def measure(self, metrics: LanguageMetrics, texts: int) -> None:
-        self._reply.measure([metrics.began() for _ in range(texts)])
-
-    def ended(self, reason: str) -> None:
-        self._reply.ended(reason.lower())
 
     def abort_with(self, abort: Callable[[], object]) -> None:
         self._stream.answered_by(abort)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -45,9 +46,9 @@ class Text(Struct, eq=False):
 
 class Reply:
     """Collects steps into responses: one for each step with output if the request is streamed, otherwise one at the
-    end."""
+    end. `measured`: the counts of each text; empty without metrics."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, measured: Sequence[TextMetrics]) -> None:
         self._generation = generation
         forced = generation.forced
         self._texts = [Text(None if forced is None else forced.reader()) for _ in range(generation.count)]
@@ -58,10 +59,7 @@ class Reply:
         """Tokens of the prompt that were in the engine's cache. 0: not known before the first text ends."""
         self._prompt_scores: list[dict[str, Any] | None] | None = None
         """Until they are sent."""
-        self._measured: list[TextMetrics] = []
-
-    def measure(self, texts: list[TextMetrics]) -> None:
-        self._measured = texts
+        self._measured = measured
 
     def ended(self, reason: str) -> None:
         """Ends the measurements. `reason`: why texts were stopped that the engine has not finished."""

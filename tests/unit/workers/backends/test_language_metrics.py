@@ -35,8 +35,7 @@ def test_each_token_but_the_first_has_a_time_since_the_one_before() -> None:
 
 def test_a_text_keeps_its_reason_if_the_others_are_cancelled() -> None:
     metrics, numbers = measured()
-    reply = Reply(Generation(Sampling(), 2, True, ()))
-    reply.measure([metrics.began(), metrics.began()])
+    reply = Reply(Generation(Sampling(), 2, True, ()), [metrics.began(), metrics.began()])
     reply.add(Step(1, "a", finish="length"))
     reply.ended("cancelled")
     ended = {name.rpartition(" ")[2]: counts[1] for name, counts in numbers.items() if "request_success" in name}

@@ -149,7 +149,7 @@ class Replying:
 
     def __init__(self, count: int = 1, stream: bool = True, prefix: str = "") -> None:
         self.pieces = Pieces(0, count)
-        self.reply = Reply(Generation(Sampling(), count, stream, tuple(RETURNED.values()), prefix=prefix))
+        self.reply = Reply(Generation(Sampling(), count, stream, tuple(RETURNED.values()), prefix=prefix), [])
 
     def add(self, data: bytes) -> bool:
         return True in [self.reply.add(step) for step in self.pieces.steps(data)]
