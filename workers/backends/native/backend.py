@@ -134,8 +134,8 @@ class _InitializedBackend:
         path = library_of(config, context.version_folder, context.settings.get(DIRECTORY, ""))
         assert path is not None  # found before this backend was chosen
         self._instance = context.instance
-        self._initialized: list[str] = []
-        """The parts of the backend that have to be finalized."""
+        self._initialized: list[tuple[str, int]] = []
+        """The parts of the backend that have to be finalized, each with its address."""
         self.library = library = NativeLibrary(path)
         self.streams = OpenResponses(decoupled=False)
         if library.may_have_threads:
@@ -159,24 +159,29 @@ class _InitializedBackend:
             self.library.call(f"{part}Initialize", subject)
         finally:
             self.streams.turn.acquire()
-        self._initialized.append(part)
+        self._initialized.append((part, subject))
 
     def close(self) -> None:
-        host = self.library.host
         self.streams.stop(False)
         self._server.close()
-        subjects = {"": host.host_backend, "Model": host.host_model}
         deadline = threading.Timer(FINALIZE_S, self._abandon_finalization)
         deadline.daemon = True
         deadline.start()
         try:
-            while self._initialized:
-                part = self._initialized.pop()
-                self.library.call(f"{part}Finalize", subjects.get(part, host.host_instance)())
+            self._finalize()
         finally:
             deadline.cancel()
             self._memory.close()
             self.streams.close()
+
+    def _finalize(self) -> None:
+        """Finalizes all parts, the last one first, also after an error."""
+        if self._initialized:
+            part, subject = self._initialized.pop()
+            try:
+                self.library.call(f"{part}Finalize", subject)
+            finally:
+                self._finalize()
 
     def _abandon_finalization(self) -> None:
         log_message(f"the backend of instance '{self._instance}' was not finalized within {FINALIZE_S:g} s")

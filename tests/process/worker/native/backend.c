@@ -144,6 +144,12 @@ static void describe(Object *response)
     }
 }
 
+CALL(ModelFinalize, Object *model)
+{
+    (void)model;
+    return unfinished ? error(INTERNAL, "the model cannot be finalized") : NULL;
+}
+
 CALL(ModelInstanceFinalize, Object *instance)
 {
     (void)instance;
