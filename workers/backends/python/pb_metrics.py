@@ -84,6 +84,7 @@ class Metric:
         return number
 
     def __del__(self) -> None:
+        """Takes no lock: it may run while this thread holds the turn, which another one waits for with the lock."""
         shared: _Shared | None = getattr(self, "_shared", None)
         if shared is None or _Registry.kept:
             return
