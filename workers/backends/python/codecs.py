@@ -86,7 +86,10 @@ def _png(image: Any) -> bytes:
     if not isinstance(image, Image.Image):
         raise TypeError("expected a PIL image")
     file = io.BytesIO()
-    image.save(file, "PNG", compress_level=1)
+    try:
+        image.save(file, "PNG", compress_level=1)
+    except OSError as error:  # PNG has no such mode
+        raise ValueError(str(error)) from error
     return file.getvalue()
 
 
@@ -118,10 +121,18 @@ def _frame(data: bytes, kind: Any, readers: dict[bytes, Any], read_csv: Any) -> 
 
 
 def _rows_of_pandas(frame: Any) -> bytes:
+    import pandas
+
+    if not isinstance(frame, pandas.DataFrame):
+        raise TypeError("expected a pandas.DataFrame")
     return str(frame.to_json(orient="records", date_format="iso")).encode()
 
 
 def _rows_of_polars(frame: Any) -> bytes:
+    import polars
+
+    if not isinstance(frame, polars.DataFrame):
+        raise TypeError("expected a polars.DataFrame")
     return str(frame.write_json()).encode()
 
 

@@ -101,6 +101,16 @@ def test_what_cannot_be_read_is_refused(hint: Any, data: bytes, text: str) -> No
         codec(hint).decode(data)
 
 
+@cases(
+    (Image.Image, 1, "expected a PIL image"),
+    (Image.Image, Image.new("CMYK", (1, 1)), "cannot write mode CMYK as PNG"),
+    (pandas.DataFrame, [1], "expected a pandas.DataFrame"),
+)
+def test_what_cannot_be_written_is_refused(hint: Any, value: Any, text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        codec(hint).encode(value)
+
+
 def test_an_image_with_too_many_pixels_is_refused() -> None:
     file = io.BytesIO()
     Image.new("1", (1 << 13, 1 << 13 | 1)).save(file, "PNG")
