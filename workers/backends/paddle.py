@@ -174,7 +174,7 @@ def _of_json(content: bytes) -> _Facts:
         kind = operation["#"].rpartition(".")[2]
         if kind not in ("data", "fetch"):
             continue
-        name = next(entry["AT"]["D"] for entry in operation["A"] if entry["N"] == "name")
+        (name,) = (entry["AT"]["D"] for entry in operation["A"] if entry["N"] == "name")
         (element, dims, *_) = operation["O"][0]["TT"]["D"]
         dtype = element["#"].rpartition(".t_")[2]
         facts = inputs if kind == "data" else outputs

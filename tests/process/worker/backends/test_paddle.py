@@ -197,10 +197,15 @@ def test_mismatched_configurations_are_refused(tmp_path: Path) -> None:
     assert "set kind: KIND_CPU" in load_failure(on_gpu(good), tmp_path).text
 
 
-@pytest.mark.parametrize("file", ["model.json", "model.pdmodel"])
-def test_an_invalid_model_file_is_refused(file: str, tmp_path: Path) -> None:
+UNNAMED = b'{"program": {"regions": [{"blocks": [{"ops": [{"#": "1.data", "A": []}]}]}]}}'
+
+
+@pytest.mark.parametrize(
+    ("file", "content"), [("model.json", b'{"a": 1}'), ("model.json", UNNAMED), ("model.pdmodel", b'{"a": 1}')]
+)
+def test_an_invalid_model_file_is_refused(file: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
-    (tmp_path / "1" / file).write_bytes(b'{"a": 1}')
+    (tmp_path / "1" / file).write_bytes(content)
     failure = load_failure(bare(file), tmp_path)
     assert failure.code == "INVALID_ARG"
     assert f"'{file}' is not a model of PaddlePaddle" in failure.text
