@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
+class _OpenDevice(NamedTuple):
+    """The device, and what copies to it."""
+
+    cuda: GpuDevice
+    stream: int
+    pinned: Pinned
+    feed: Feed
+
+
 class DeviceInputs:
     """The device inputs of one model. Its buffers are created when the first batch needs them, and grow."""
 
@@ -33,11 +42,8 @@ class DeviceInputs:
         """With `cuda`, large inputs on the host are also copied to the GPU, directly from callers' memory. `limit`: the
         bytes of callers' memory that may be pinned."""
         self._cuda = cuda
-        self._from_host = cuda is not None
         self._limit = limit
-        self._pinned: Pinned | None = None
-        self._feed: Feed | None = None
-        self._stream = 0
+        self._device: _OpenDevice | None = None
         self._queued = False
         """Copies are queued that nothing has waited for."""
         self._buffers: dict[int, tuple[int, int]] = {}
@@ -57,49 +63,44 @@ class DeviceInputs:
         if not pieces or shape is None:
             return None
         piece = next((piece for piece in pieces if isinstance(piece, DevicePiece)), None)
-        if piece is None and not (self._from_host and any(part.nbytes >= DIRECT_BYTES for part in pieces)):
+        if piece is not None:
+            device = self._device or self._open(piece.cuda)
+        elif self._cuda is not None and any(part.nbytes >= DIRECT_BYTES for part in pieces):
+            device = self._device or self._open(self._cuda)
+        else:
             return None
-        feed = self._feed or self._set_up(piece.cuda if piece is not None else self._cuda)
-        cuda = self._cuda
-        assert cuda is not None
-        address = feed.address_on_device(group, index)
+        address = device.feed.address_on_device(group, index)
         if address:
             return GpuTensor(address, shape)
-        size = sum(piece.nbytes for piece in pieces)
-        target = self._buffer(index, size)
+        cuda, size = device.cuda, sum(part.nbytes for part in pieces)
+        target = self._buffer(cuda, index, size)
         self._queued = True
         try:
-            feed.put(group, index, spec.numpy, shape, size, target)
+            device.feed.put(group, index, spec.numpy, shape, size, target)
         except cuda.errors as error:
             raise cuda.failure(error) from error
         return GpuTensor(target, shape)
 
     def _wait(self) -> None:
-        cuda = self._cuda
-        if self._queued and cuda is not None:
+        device = self._device
+        if self._queued and device is not None:
             self._queued = False
             try:
-                cuda.synchronize_stream(self._stream)
-            except cuda.errors as error:
-                raise cuda.failure(error) from error
+                device.cuda.synchronize_stream(device.stream)
+            except device.cuda.errors as error:
+                raise device.cuda.failure(error) from error
 
     def pin(self, output: Array) -> None:
         """Pins the memory of an output, so that the engine copies to it directly."""
-        if self._from_host:
-            if self._pinned is None:
-                self._set_up(self._cuda)
-            assert self._pinned is not None
-            self._pinned.ensure(output)
+        if self._cuda is not None:
+            (self._device or self._open(self._cuda)).pinned.ensure(output)
 
-    def _set_up(self, cuda: Any) -> Feed:
-        self._cuda, self._stream = cuda, cuda.stream()
-        self._pinned = Pinned(cuda, self._limit)
-        self._feed = Feed(cuda, self._pinned, True, 0, self._stream)
-        return self._feed
+    def _open(self, cuda: GpuDevice) -> _OpenDevice:
+        stream, pinned = cuda.stream(), Pinned(cuda, self._limit)
+        self._device = _OpenDevice(cuda, stream, pinned, Feed(cuda, pinned, True, 0, stream))
+        return self._device
 
-    def _buffer(self, index: int, size: int) -> int:
-        cuda = self._cuda
-        assert cuda is not None
+    def _buffer(self, cuda: GpuDevice, index: int, size: int) -> int:
         address, room = self._buffers.get(index, (0, 0))
         if room < size:
             if address:
@@ -110,13 +111,12 @@ class DeviceInputs:
         return address
 
     def close(self) -> None:
-        cuda, self._cuda = self._cuda, None
-        if cuda is None or self._feed is None or self._pinned is None:
+        device, self._device = self._device, None
+        if device is None:
             return
         for address, _ in self._buffers.values():
-            cuda.free(address)
+            device.cuda.free(address)
         self._buffers.clear()
-        self._feed.close()
-        self._pinned.close()
-        self._feed = self._pinned = None
-        cuda.destroy_stream(self._stream)
+        device.feed.close()
+        device.pinned.close()
+        device.cuda.destroy_stream(device.stream)
