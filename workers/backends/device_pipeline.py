@@ -25,7 +25,7 @@ from shmserve.dtypes import elements
 from shmserve.errors import Internal, Unavailable
 from shmserve.repo.parameters import OVERLAP, RETRY
 from shmserve.shm.views import address_of
-from shmserve.workers.backends.device_buffers import PINNED_BYTES, PINNED_SETTING, Feed, Pinned, Staging, pinned_limit
+from shmserve.workers.backends.device_buffers import PINNED_SETTING, Feed, Pinned, Staging, pinned_limit
 from shmserve.workers.gpu.api import PRIORITIES
 from shmserve.workers.process.exit_codes import Exit
 from shmserve.workers.process.log import log_message
@@ -44,16 +44,17 @@ end_process = os._exit
 
 
 class PipelineOptions(Struct, frozen=True):
-    """The settings of a model. `overlap`: batches may overlap. `threshold`: see Feed."""
+    """The settings of a model. `overlap`: batches may overlap. `pinned_bytes`: of callers' memory. `threshold`: see
+    Feed."""
 
-    overlap: bool = True
+    overlap: bool
+    pinned_bytes: int
     priority: int = 0
     copy_stream: bool = False
     spin: bool = False
     staged_inputs: bool = True
     staged_outputs: bool = True
     threshold: int = 0
-    pinned_bytes: int = PINNED_BYTES
 
 
 def options_of(config: ModelConfig, context: Context) -> PipelineOptions:
@@ -62,17 +63,17 @@ def options_of(config: ModelConfig, context: Context) -> PipelineOptions:
     pinned_bytes = pinned_limit(context.settings)
     optimization = config.optimization
     if optimization is None:
-        return PipelineOptions(overlap, pinned_bytes=pinned_bytes)
+        return PipelineOptions(overlap, pinned_bytes)
     cuda, pinned_in, pinned_out = optimization.cuda, optimization.input_pinned_memory, optimization.output_pinned_memory
     return PipelineOptions(
         overlap,
+        pinned_bytes,
         PRIORITIES[optimization.priority],
         cuda is not None and cuda.output_copy_stream,
         cuda is not None and cuda.busy_wait_events,
         pinned_in is None or pinned_in.enable,
         pinned_out is None or pinned_out.enable,
         optimization.gather_kernel_buffer_threshold,
-        pinned_bytes,
     )
 
 
