@@ -50,7 +50,7 @@ class LoadedModel(Struct):
     arenas: Arenas
     mapped: Mapped
     runner: Runner[Any]
-    inbox: WorkerInbox | None = None
+    inbox: WorkerInbox | None
     """None without a broker."""
 
     def close(self) -> None:

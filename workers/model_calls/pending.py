@@ -63,7 +63,7 @@ class Pending(Struct, eq=False):
     """A pending call or query. `over`: nothing more will arrive."""
 
     number: int
-    window: int = 0
+    window: int
     answers: deque[CallResponse] = field(default_factory=deque)
     body: bytes = b""
     over: bool = False

@@ -46,7 +46,7 @@ class Providers(Struct, frozen=True):
     """`intra_op` above 0: the number of threads for the engine itself, if the provider has its own pool."""
 
     listed: tuple[tuple[str, dict[str, str]], ...]
-    required: tuple[str, ...] = ()
+    required: tuple[str, ...]
     captures: bool = False
     intra_op: int = 0
 

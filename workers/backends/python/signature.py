@@ -59,7 +59,7 @@ class FunctionSignature(NamedTuple):
     by: str
     """"" if the result is the only output, otherwise "index", "key" or "attribute"."""
     streams: bool
-    record: tuple[str, Any] | None = None
+    record: tuple[str, Any] | None
 
 
 def signature_of(target: Any, file: str, batch: bool) -> FunctionSignature:

@@ -36,7 +36,7 @@ class GraphPort(NamedTuple):
     place: str
     kind: str
     dims: tuple[int, ...] | None
-    optional: bool = False
+    optional: bool
 
     @property
     def usable(self) -> bool:
