@@ -47,7 +47,7 @@ SETTINGS = {
     "intra_op_thread_count": OnnxOption(
         whole(MAX_THREADS), "0", "default of this parameter; with a global thread pool, the size of that pool"
     ),
-    "inter_op_thread_count": OnnxOption(whole(MAX_THREADS), "0", "the same"),
+    "inter_op_thread_count": OnnxOption(whole(MAX_THREADS), "0", "the same for parallel operators"),
 }
 """The keys of `--backend-config=onnxruntime,KEY=VALUE`."""
 
