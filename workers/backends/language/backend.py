@@ -22,8 +22,8 @@ from shmserve.workers.backends.base import Backend, Context, SeparateModel
 from shmserve.workers.backends.language import replies, requests
 from shmserve.workers.backends.language.conversions import TASK, Detokenization, Tokenization, conversion_of
 from shmserve.workers.backends.language.metrics import LanguageMetrics
-from shmserve.workers.backends.language.replies import Reply
-from shmserve.workers.backends.language.requests import Generation, generation_of
+from shmserve.workers.backends.language.replies import GenerationReply
+from shmserve.workers.backends.language.requests import GenerationRequest, generation_of
 from shmserve.workers.batch.specs import request_inputs_of
 from shmserve.workers.model_calls.answer import Request, Response
 from shmserve.workers.model_calls.responses import CANCELLED, OpenResponses
@@ -201,7 +201,7 @@ class LanguageInstance(SeparateModel):
         thread.start()
         self._threads.add(thread)
 
-    def _start_coroutine(self, generation: Generation, run: Run, count: int, stream: ResponseSender) -> None:
+    def _start_coroutine(self, generation: GenerationRequest, run: Run, count: int, stream: ResponseSender) -> None:
         self._begun.append(self._generate_in_loop(generation, run, count, stream))
 
     def _start_begun(self) -> None:
@@ -228,7 +228,9 @@ class LanguageInstance(SeparateModel):
     def _run(self, run: Callable[[ResponseSender], Exception | None], count: int, stream: ResponseSender) -> None:
         self._end(run(stream), count, stream)
 
-    async def _generate_in_loop(self, generation: Generation, run: Run, count: int, stream: ResponseSender) -> None:
+    async def _generate_in_loop(
+        self, generation: GenerationRequest, run: Run, count: int, stream: ResponseSender
+    ) -> None:
         with self._replying(generation, stream) as replying:
             running = run(replying)
             assert running is not None
@@ -250,16 +252,18 @@ class LanguageInstance(SeparateModel):
             if full:
                 host.wake()
 
-    def _generate(self, generation: Generation, run: Run, stream: ResponseSender) -> Exception | None:
+    def _generate(self, generation: GenerationRequest, run: Run, stream: ResponseSender) -> Exception | None:
         with self._replying(generation, stream) as replying:
             run(replying)
         return replying.error
 
     @contextmanager
-    def _replying(self, generation: Generation, stream: ResponseSender) -> Iterator[_Replying]:
+    def _replying(self, generation: GenerationRequest, stream: ResponseSender) -> Iterator[_Replying]:
         """The listener of a request, which runs during the block. It keeps the error with which the block ends."""
         metrics = self._metrics
-        reply = Reply(generation, [] if metrics is None else [metrics.began() for _ in range(generation.count)])
+        reply = GenerationReply(
+            generation, [] if metrics is None else [metrics.began() for _ in range(generation.count)]
+        )
         replying = _Replying(reply, stream, self.streams, self._outputs)
         try:
             yield replying
@@ -280,7 +284,9 @@ class LanguageInstance(SeparateModel):
 class _Replying:
     """The listener of a request: sends the output of the engine. `error`: the reason why the request was stopped."""
 
-    def __init__(self, reply: Reply, stream: ResponseSender, host: OpenResponses, outputs: frozenset[str]) -> None:
+    def __init__(
+        self, reply: GenerationReply, stream: ResponseSender, host: OpenResponses, outputs: frozenset[str]
+    ) -> None:
         self.error: Exception | None = None
         self._reply = reply
         self._stream = stream

@@ -24,7 +24,7 @@ from shmserve.workers.model_calls.answer import Request, Response
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
-    from shmserve.workers.backends.language.engine import Limits
+    from shmserve.workers.backends.language.engine import EngineLimits
 
 POOLING, NORMALIZE = "pooling", "normalize"
 """Parameters of such a model: how it computes a vector, or a score, from a text, and whether vectors have length 1."""
@@ -43,7 +43,7 @@ Vector = np.ndarray[Any, np.dtype[np.float32]]
 class EncodingEngine(Protocol):
     """A loaded model. `close` is called when no call is in progress; the others in any thread."""
 
-    limits: Limits
+    limits: EngineLimits
 
     def embedding(self, text: str, limit: int | None = None) -> tuple[Vector, int]:
         """The vector of a text, and the number of its tokens. `limit`: see LIMIT; None: longer texts are refused."""

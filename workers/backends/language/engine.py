@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec import Struct
 
 if TYPE_CHECKING:
-    from shmserve.workers.backends.language.requests import Generation
+    from shmserve.workers.backends.language.requests import GenerationRequest
     from shmserve.workers.model_calls.coroutines import Coroutines
 
 
@@ -59,7 +59,7 @@ class Listener(Protocol):
         """Takes steps. Returns whether the engine should end the request. Does not raise."""
 
 
-class Limits(Struct, frozen=True):
+class EngineLimits(Struct, frozen=True):
     """What the engine has room for. `slots`: texts that it generates at once. `context`: tokens of a text with its
     prompt. `cache`: tokens in the KV cache."""
 
@@ -75,13 +75,13 @@ Run = Callable[[Listener], Coroutine[Any, Any, None] | None]
 class Engine(Protocol):
     """A loaded model. `close` is called when no call is in progress; all others in any thread."""
 
-    limits: Limits
+    limits: EngineLimits
 
     @property
     def coroutines(self) -> Coroutines | None:
         """The loop in which the requests run; None: each runs in a thread."""
 
-    def prepared(self, generation: Generation) -> Run:
+    def prepared(self, generation: GenerationRequest) -> Run:
         """Translates a request. Returns what runs it. Both raise InvalidRequest or Unsupported for requests that the
         engine refuses."""
 

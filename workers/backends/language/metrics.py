@@ -15,7 +15,7 @@ from shmserve.llm.figures import METRICS, Metric
 from shmserve.shm.counters import Subject, observe, set_gauge
 
 if TYPE_CHECKING:
-    from shmserve.workers.backends.language.engine import Limits
+    from shmserve.workers.backends.language.engine import EngineLimits
 
     Count: TypeAlias = Callable[[Subject], memoryview[float]]
 
@@ -25,7 +25,7 @@ _METRICS = {metric.key: metric for metric in METRICS}
 class LanguageMetrics:
     """The counters of one instance. Its methods may be called in any thread."""
 
-    def __init__(self, count: Count, model: str, version: int, instance: str, limits: Limits) -> None:
+    def __init__(self, count: Count, model: str, version: int, instance: str, limits: EngineLimits) -> None:
         self._count = count
         self._labels = (("model", model), ("version", str(version)))
         self._instance = ("model_instance", instance)

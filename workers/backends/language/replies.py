@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shmserve.llm.tool_choice import CallReader
     from shmserve.workers.backends.language.engine import Step
     from shmserve.workers.backends.language.metrics import TextMetrics
-    from shmserve.workers.backends.language.requests import Generation
+    from shmserve.workers.backends.language.requests import GenerationRequest
 
 Array = np.ndarray[Any, np.dtype[Any]]
 THINKING = "reasoning_content"
@@ -44,11 +44,11 @@ class Text(Struct, eq=False):
         self.tokens = 0
 
 
-class Reply:
+class GenerationReply:
     """Collects steps into responses: one for each step with output if the request is streamed, otherwise one at the
     end. `measured`: the counts of each text; empty without metrics."""
 
-    def __init__(self, generation: Generation, measured: Sequence[TextMetrics]) -> None:
+    def __init__(self, generation: GenerationRequest, measured: Sequence[TextMetrics]) -> None:
         self._generation = generation
         forced = generation.forced
         self._texts = [Text(None if forced is None else forced.reader()) for _ in range(generation.count)]

@@ -17,7 +17,7 @@ from shmserve.llm.tool_choice import ForcedCalls, forced_calls
 from shmserve.workers.backends.language.image_headers import KNOWN, pixels_in
 from shmserve.workers.backends.language.sampling import (
     TEXT_MAX_TOKENS,
-    Sampling,
+    SamplingParameters,
     check_supported,
     merged,
     sampling_in,
@@ -61,11 +61,11 @@ _OWN = frozenset({STREAM, EXCLUDE, *RETURNED})
 _RESERVED = "triton_"
 
 
-class Generation(Struct, frozen=True):
+class GenerationRequest(Struct, frozen=True):
     """A request to the engine, for a prompt or a chat. `prefix`: the prompt, if texts begin with it. `suffix`: what
     follows the text, which fills in the middle. `returned`: optional outputs."""
 
-    sampling: Sampling
+    sampling: SamplingParameters
     count: int
     stream: bool
     returned: tuple[str, ...]
@@ -84,7 +84,7 @@ class Generation(Struct, frozen=True):
 
 def generation_of(
     inputs: Mapping[str, Any], parameters: Mapping[str, Any], defaults: Defaults, slots: int
-) -> Generation:
+) -> GenerationRequest:
     """`inputs`: arrays by name, None for absent inputs. `parameters`: those of the request, which are sampling
     parameters if the input for these is absent."""
     stream = _flag(inputs, parameters, STREAM)
@@ -106,7 +106,7 @@ def generation_of(
             f"'n' is {count}, and the model runs at most {slots} sequences at once; its parameter 'slots' sets this "
             "number"
         )
-    generation = partial(Generation, sampling, count, stream, returned)
+    generation = partial(GenerationRequest, sampling, count, stream, returned)
     if messages is not None:
         chat, forced = chat_in(text_in(messages, MESSAGES), inputs.get(IMAGE))
         return generation(chat=chat, forced=forced)
@@ -120,11 +120,11 @@ def generation_of(
     return generation(text, prefix=prefix, suffix=following)
 
 
-def _sampling(array: Any, parameters: Mapping[str, Any]) -> Sampling:
+def _sampling(array: Any, parameters: Mapping[str, Any]) -> SamplingParameters:
     if array is not None:
         return sampling_in(text_in(array, SAMPLING))
     own = {name: value for name, value in parameters.items() if name not in _OWN and not name.startswith(_RESERVED)}
-    return sampling_of(own, "parameters of the request") if own else Sampling()
+    return sampling_of(own, "parameters of the request") if own else SamplingParameters()
 
 
 def _prefix(inputs: Mapping[str, Any], parameters: Mapping[str, Any], stream: bool, prompt: str) -> str:

@@ -49,7 +49,7 @@ _Last = Annotated[int, Meta(ge=0, le=1 << 20)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
 
 
-class Sampling(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class SamplingParameters(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The parameters of vLLM, `lora_name` of Triton's backend for it, and SAMPLERS. `structured_outputs`: an object
     with one of `json`, `json_object`, `choice`, `grammar` and others of the engine."""
 
@@ -101,8 +101,8 @@ class Defaults(Struct, frozen=True):
     sampling parameters that the engine lacks, with the values that have no effect. `thinking`: the engine separates the
     thinking from the text of a chat."""
 
-    sampling: Sampling = Sampling()
-    chat: Sampling = Sampling()
+    sampling: SamplingParameters = SamplingParameters()
+    chat: SamplingParameters = SamplingParameters()
     max_tokens: int = 0
     grammars: bool = False
     thinking: bool = False
@@ -111,7 +111,7 @@ class Defaults(Struct, frozen=True):
     """The adapters (LoRA) that requests may name."""
 
 
-_NAMES = frozenset(Sampling.__struct_fields__)
+_NAMES = frozenset(SamplingParameters.__struct_fields__)
 
 
 def adapters_of(config: ModelConfig, context: Context) -> dict[str, Path]:
@@ -139,10 +139,10 @@ def defaults_of(
     return defaults
 
 
-def sampling_in(text: str | bytes, where: str = "input 'sampling_parameters'") -> Sampling:
+def sampling_in(text: str | bytes, where: str = "input 'sampling_parameters'") -> SamplingParameters:
     """Reads a JSON object; "": no parameters."""
     if not text:
-        return Sampling()
+        return SamplingParameters()
     try:
         parameters = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -152,7 +152,7 @@ def sampling_in(text: str | bytes, where: str = "input 'sampling_parameters'") -
     return sampling_of(parameters, where)
 
 
-def sampling_of(parameters: dict[str, Any], where: str) -> Sampling:
+def sampling_of(parameters: dict[str, Any], where: str) -> SamplingParameters:
     """`parameters` may contain strings for numbers and booleans, as in the string map of vLLM's backend."""
     unknown = sorted(parameters.keys() - _NAMES)
     if unknown:
@@ -164,7 +164,7 @@ def sampling_of(parameters: dict[str, Any], where: str) -> Sampling:
     if isinstance(parameters.get("logit_bias"), str):
         parameters["logit_bias"] = _json_in(parameters["logit_bias"])
     try:
-        sampling = msgspec.convert(parameters, Sampling, strict=False)
+        sampling = msgspec.convert(parameters, SamplingParameters, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{where}: {error}") from None
     if sampling.best_of is not UNSET and sampling.best_of not in (None, 1, sampling.n):
@@ -172,13 +172,15 @@ def sampling_of(parameters: dict[str, Any], where: str) -> Sampling:
     return sampling
 
 
-def merged(defaults: Sampling, sampling: Sampling) -> Sampling:
+def merged(defaults: SamplingParameters, sampling: SamplingParameters) -> SamplingParameters:
     values = {name: getattr(defaults, name) for name in _NAMES}
     values |= {name: value for name in _NAMES if (value := getattr(sampling, name)) is not UNSET}
-    return Sampling(**values)
+    return SamplingParameters(**values)
 
 
-def check_supported(sampling: Sampling, defaults: Defaults, where: str = "input 'sampling_parameters'") -> None:
+def check_supported(
+    sampling: SamplingParameters, defaults: Defaults, where: str = "input 'sampling_parameters'"
+) -> None:
     """Raises Unsupported or NotFound for what the model does not have."""
     for name, values in defaults.unsupported.items():
         value = getattr(sampling, name)
@@ -193,7 +195,7 @@ UNLIMITED = ("grammar", "structural_tag")
 """Structured outputs whose cost is unknown before an engine has compiled them."""
 
 
-def structured_in(sampling: Sampling, defaults: Defaults) -> tuple[str, Any] | None:
+def structured_in(sampling: SamplingParameters, defaults: Defaults) -> tuple[str, Any] | None:
     """What the text must match: the kind, and its value. A schema may still be a text."""
     structured = sampling.structured_outputs
     if not structured:
@@ -219,13 +221,13 @@ def structured_in(sampling: Sampling, defaults: Defaults) -> tuple[str, Any] | N
     return name, value
 
 
-def stops_in(sampling: Sampling) -> list[str]:
+def stops_in(sampling: SamplingParameters) -> list[str]:
     if not sampling.stop:
         return []
     return [sampling.stop] if isinstance(sampling.stop, str) else [text for text in sampling.stop if text]
 
 
-def biases_in(sampling: Sampling) -> dict[int, float]:
+def biases_in(sampling: SamplingParameters) -> dict[int, float]:
     """Token -> what is added to its logit."""
     return {_token(name): value for name, value in (sampling.logit_bias or {}).items()}
 

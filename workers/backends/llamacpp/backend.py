@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shmserve.workers.backends.language.backend import IMAGE, INPUTS, OUTPUTS, SUFFIX, THINKING, LanguageBackend
 from shmserve.workers.backends.language.encoder import POOLING, Encoder
-from shmserve.workers.backends.llamacpp.engine import Engine, has_gpu
+from shmserve.workers.backends.llamacpp.engine import LlamaCppEngine, has_gpu
 from shmserve.workers.backends.llamacpp.settings import MMPROJ, settings_of
 from shmserve.workers.backends.parameters import Parameters
 
@@ -27,11 +27,11 @@ class LlamaCpp(LanguageBackend):
     def outputs_of(self, config: ModelConfig) -> tuple[ModelOutput, ...]:
         return (*OUTPUTS, THINKING)
 
-    def start(self, config: ModelConfig) -> tuple[Engine, Defaults]:
+    def start(self, config: ModelConfig) -> tuple[LlamaCppEngine, Defaults]:
         settings = settings_of(config, self.context, has_gpu())
-        return Engine(settings), settings.defaults
+        return LlamaCppEngine(settings), settings.defaults
 
 
 class LlamaCppEncoder(Encoder):
-    def start(self, config: ModelConfig) -> Engine:
-        return Engine(settings_of(config, self.context, has_gpu()))
+    def start(self, config: ModelConfig) -> LlamaCppEngine:
+        return LlamaCppEngine(settings_of(config, self.context, has_gpu()))

@@ -27,7 +27,7 @@ import numpy as np
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, ModelFailed, Unsupported
-from shmserve.workers.backends.language.engine import Limits
+from shmserve.workers.backends.language.engine import EngineLimits
 from shmserve.workers.backends.language.schemas import check_chat
 from shmserve.workers.backends.llamacpp.parameters import body_of, cut
 from shmserve.workers.backends.llamacpp.pieces import Pieces
@@ -36,8 +36,8 @@ from shmserve.workers.process.log import log_message
 if TYPE_CHECKING:
     from shmserve.workers.backends.language.encoder import Vector
     from shmserve.workers.backends.language.engine import Listener
-    from shmserve.workers.backends.language.requests import Generation
-    from shmserve.workers.backends.llamacpp.settings import Settings
+    from shmserve.workers.backends.language.requests import GenerationRequest
+    from shmserve.workers.backends.llamacpp.settings import LlamaCppSettings
 
 # Read when the engine's library is loaded. A step has hundreds of barriers, and threads that spin at them lose whole
 # time slices when other processes need the cores: with two threads on two busy cores, a step took 20 times as long.
@@ -101,14 +101,14 @@ class _Refusal(Struct):
     error: _Problem | None = None
 
 
-class Engine:
+class LlamaCppEngine:
     """A loaded model. `close` is called when no call is in progress; all others in any thread."""
 
     coroutines: None = None
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: LlamaCppSettings) -> None:
         """Raises ModelFailed if the model cannot be loaded."""
-        self.limits = Limits(settings.slots, settings.context, settings.slots * settings.context)
+        self.limits = EngineLimits(settings.slots, settings.context, settings.slots * settings.context)
         self._defaults = settings.defaults
         self._adapters = list(settings.adapters)
         self._common = {
@@ -141,7 +141,7 @@ class Engine:
         body = {"content": filling.prompt, "add_special": False, "parse_special": True}
         return self._post("/tokenize", msgspec.json.encode(body), _Tokens).tokens
 
-    def prepared(self, generation: Generation) -> Callable[[Listener], None]:
+    def prepared(self, generation: GenerationRequest) -> Callable[[Listener], None]:
         if generation.suffix and not self._filling:
             raise Unsupported("the model cannot fill in the middle of a text: its vocabulary has no tokens for that")
         body = self._common | body_of(generation, self._defaults, self._filling)
@@ -153,7 +153,7 @@ class Engine:
         pieces = Pieces(generation.sampling.logprobs or 0, generation.count, "grammar" not in body)
         return partial(self._generate, generation, pieces, msgspec.json.encode(body))
 
-    def _generate(self, generation: Generation, pieces: Pieces, body: bytes, listener: Listener) -> None:
+    def _generate(self, generation: GenerationRequest, pieces: Pieces, body: bytes, listener: Listener) -> None:
         """The engine calls `receive` with each piece, in this thread; True ends the request at the next step."""
         failed: list[Exception] = []
 
@@ -235,7 +235,7 @@ class _Connection(http.client.HTTPConnection):
         self.sock.connect(f"/proc/self/fd/{self._descriptor}")
 
 
-def _started(settings: Settings, key: str, verbosity: int) -> tuple[Any, int]:
+def _started(settings: LlamaCppSettings, key: str, verbosity: int) -> tuple[Any, int]:
     """The server, and a descriptor of its socket."""
     with tempfile.TemporaryDirectory(prefix="llamacpp-") as folder:
         path = Path(folder) / "http.sock"
@@ -283,7 +283,7 @@ class _Log:
         self._reader.join()
 
 
-def _parameters(settings: Settings, path: Path, key: str, verbosity: int) -> Any:
+def _parameters(settings: LlamaCppSettings, path: Path, key: str, verbosity: int) -> Any:
     parameters = xllamacpp.CommonParams()
     parameters.model.path = str(settings.file)
     if settings.projector is not None:

@@ -13,8 +13,8 @@ from shmserve.workers.backends.language.sampling import SAMPLERS, biases_in, sto
 from shmserve.workers.backends.language.schemas import check_chat, check_schema
 
 if TYPE_CHECKING:
-    from shmserve.workers.backends.language.requests import Generation
-    from shmserve.workers.backends.language.sampling import Defaults, Sampling
+    from shmserve.workers.backends.language.requests import GenerationRequest
+    from shmserve.workers.backends.language.sampling import Defaults, SamplingParameters
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0, None),
@@ -49,7 +49,7 @@ _NEUTRAL = {
 """vLLM's defaults; those of the engine differ."""
 
 
-def body_of(generation: Generation, defaults: Defaults, filling: Sequence[int] = ()) -> dict[str, Any]:
+def body_of(generation: GenerationRequest, defaults: Defaults, filling: Sequence[int] = ()) -> dict[str, Any]:
     """`filling`: the tokens around a prompt and its suffix."""
     sampling, chat = generation.sampling, generation.chat
     body: dict[str, Any] = {"stream": True, "return_progress": True, **engine_parameters(sampling, defaults)}
@@ -68,7 +68,7 @@ def body_of(generation: Generation, defaults: Defaults, filling: Sequence[int] =
     return body
 
 
-def _filled(generation: Generation, filling: Sequence[int]) -> list[int | str]:
+def _filled(generation: GenerationRequest, filling: Sequence[int]) -> list[int | str]:
     """A prompt of tokens and texts."""
     *begin, between, end = filling
     prompt: Sequence[int | str] = generation.prompt
@@ -77,7 +77,7 @@ def _filled(generation: Generation, filling: Sequence[int]) -> list[int | str]:
     return [*begin, *prompt, between, generation.suffix, end]
 
 
-def engine_parameters(sampling: Sampling, defaults: Defaults) -> dict[str, Any]:
+def engine_parameters(sampling: SamplingParameters, defaults: Defaults) -> dict[str, Any]:
     parameters: dict[str, Any] = dict(_NEUTRAL)
     for name, engine_name in _ENGINE_NAMES.items():
         value = getattr(sampling, name)
@@ -95,7 +95,7 @@ def engine_parameters(sampling: Sampling, defaults: Defaults) -> dict[str, Any]:
     return parameters | _structured(sampling, defaults)
 
 
-def _structured(sampling: Sampling, defaults: Defaults) -> dict[str, Any]:
+def _structured(sampling: SamplingParameters, defaults: Defaults) -> dict[str, Any]:
     wanted = structured_in(sampling, defaults)
     if wanted is None:
         return {}

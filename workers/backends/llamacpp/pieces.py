@@ -11,41 +11,41 @@ from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
 from shmserve.workers.backends.language.engine import Step
 
 
-class Alternative(Struct):
+class _Alternative(Struct):
     id: int
     token: str
     logprob: float
 
 
-class Token(Alternative):
-    top_logprobs: list[Alternative] = []
+class _Token(_Alternative):
+    top_logprobs: list[_Alternative] = []
 
 
-class Logprobs(Struct):
-    content: list[Token] | None = None
+class _Logprobs(Struct):
+    content: list[_Token] | None = None
 
 
-class Delta(Struct):
+class _Delta(Struct):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[Any] | None = None
 
 
-class Choice(Struct):
+class _Choice(Struct):
     """`text` of a prompt that was continued, `delta` of a chat."""
 
     index: int = 0
     text: str = ""
-    delta: Delta | None = None
-    logprobs: Logprobs | None = None
+    delta: _Delta | None = None
+    logprobs: _Logprobs | None = None
     finish_reason: str | None = None
 
 
-class Progress(Struct):
+class _Progress(Struct):
     total: int
 
 
-class Timings(Struct):
+class _Timings(Struct):
     """Token counts: prompt tokens computed and found in the cache, and output tokens."""
 
     prompt_n: int = 0
@@ -53,30 +53,30 @@ class Timings(Struct):
     predicted_n: int = 0
 
 
-class EngineError(Struct):
+class _EngineError(Struct):
     message: str = ""
     code: int = 500
     type: str = ""
 
 
-class Details(Struct):
+class _Details(Struct):
     stopping_word: str = ""
 
 
-class Piece(Struct, rename={"details": "__verbose"}):
+class _Piece(Struct, rename={"details": "__verbose"}):
     """`details`: if the request asked for them."""
 
-    choices: list[Choice] = []
-    prompt_progress: Progress | None = None
-    timings: Timings | None = None
-    error: EngineError | None = None
-    details: Details | None = None
+    choices: list[_Choice] = []
+    prompt_progress: _Progress | None = None
+    timings: _Timings | None = None
+    error: _EngineError | None = None
+    details: _Details | None = None
 
 
-_decode = msgspec.json.Decoder(Piece).decode
+_decode = msgspec.json.Decoder(_Piece).decode
 
 
-def _piece_of(data: bytes) -> Piece:
+def _piece_of(data: bytes) -> _Piece:
     """Parses a piece. Raises the engine's error, or ModelFailed if the piece cannot be parsed."""
     try:
         piece = _decode(data)
@@ -87,7 +87,7 @@ def _piece_of(data: bytes) -> Piece:
     return piece
 
 
-def _error(error: EngineError) -> ServeError:
+def _error(error: _EngineError) -> ServeError:
     text = " ".join(error.message.split()).rstrip(".")
     if error.type == "exceed_context_size_error":
         return InvalidRequest(f"{text}: the parameter context_length of the model sets it")
@@ -113,7 +113,7 @@ class Pieces:
             steps.append(Step(prompt=piece.prompt_progress.total))
         return steps
 
-    def _step(self, choice: Choice, piece: Piece) -> Step:
+    def _step(self, choice: _Choice, piece: _Piece) -> Step:
         delta = choice.delta
         content = choice.text if delta is None else delta.content or ""
         calls = delta.tool_calls if delta is not None else None
@@ -137,7 +137,7 @@ class Pieces:
                 step.logprob += token.logprob
         return step
 
-    def _score(self, token: Token) -> dict[str, Any]:
+    def _score(self, token: _Token) -> dict[str, Any]:
         ranks = {other.id: rank for rank, other in enumerate(token.top_logprobs, 1)}
         scores = {str(token.id): _described(token, ranks.get(token.id, len(ranks) + 1))}
         for rank, other in enumerate(token.top_logprobs[: self._top], 1):
@@ -145,5 +145,5 @@ class Pieces:
         return scores
 
 
-def _described(token: Alternative, rank: int) -> dict[str, Any]:
+def _described(token: _Alternative, rank: int) -> dict[str, Any]:
     return {"logprob": token.logprob, "rank": rank, "decoded_token": token.token}

@@ -21,7 +21,7 @@ from shmserve.workers.process.device import device_of, visible_number
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.backends.base import Context
-    from shmserve.workers.backends.language.sampling import Defaults, Sampling
+    from shmserve.workers.backends.language.sampling import Defaults, SamplingParameters
 
 SLOTS, CONTEXT, THREADS = "slots", "context_length", "threads"
 PROMPT_BATCH, CACHE_TYPE, PROMPT_CACHE = "prompt_batch", "cache_type", "prompt_cache"
@@ -48,7 +48,7 @@ _RECOMMENDED = {
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
-class Settings(Struct, frozen=True):
+class LlamaCppSettings(Struct, frozen=True):
     """`slots`: maximum number of sequences in the running batch. `context`: tokens of a sequence, prompt and output.
     `prompt_batch`: maximum number of prompt tokens in one step. `pooling`: how the model computes a vector, or a score,
     from a text; "": it generates. `normalize`: vectors have length 1. `projector`: the file of the part of the model
@@ -74,7 +74,7 @@ class Settings(Struct, frozen=True):
     defaults: Defaults
 
 
-def settings_of(config: ModelConfig, context: Context, has_gpu: bool) -> Settings:
+def settings_of(config: ModelConfig, context: Context, has_gpu: bool) -> LlamaCppSettings:
     """Raises NotFound, InvalidRequest, or Unsupported for an instance on a GPU. `has_gpu`: the engine can use one."""
     kind, number = device_of(config, context.instance)
     if kind == "GPU" and not has_gpu:
@@ -105,7 +105,7 @@ def settings_of(config: ModelConfig, context: Context, has_gpu: bool) -> Setting
     projector = parameters.text(MMPROJ)
     if projector and projector != Path(projector).name:
         raise parameters.wrong(MMPROJ, "the name of a file in the directory of the version")
-    return Settings(
+    return LlamaCppSettings(
         file,
         slots,
         length,
@@ -130,7 +130,7 @@ def settings_of(config: ModelConfig, context: Context, has_gpu: bool) -> Setting
     )
 
 
-def _recommended(file: Path) -> Sampling:
+def _recommended(file: Path) -> SamplingParameters:
     """What the header of the file has about the sampling of chats. Negative values mean defaults."""
     values = recommended_sampling(file)
     recommended = {_RECOMMENDED[name]: value for name, value in values.items() if name in _RECOMMENDED and value >= 0}

@@ -95,7 +95,7 @@ def _build(order: BuildOptions) -> None:
     trt.init_libnvinfer_plugins(logger, "")
     started = time.perf_counter()
     with interrupts() as interrupted:
-        progress = Progress(trt, interrupted, quiet=order.json)
+        progress = BuildProgress(trt, interrupted, quiet=order.json)
         plan, words = _built(order, trt, logger, source, config, progress.monitor, cuda.capability)
         progress.end()
         if plan is None:
@@ -308,7 +308,7 @@ def interrupts() -> Iterator[Callable[[], bool]]:
         os.close(writing)
 
 
-class Progress:
+class BuildProgress:
     def __init__(self, trt: Any, interrupted: Callable[[], bool], quiet: bool) -> None:
         self._terminal = sys.stderr.isatty()
         self._quiet = quiet
@@ -338,7 +338,7 @@ class Progress:
             print(_CLEAR, end="", file=sys.stderr, flush=True)
 
 
-def _monitor(trt: Any, progress: Progress, interrupted: Callable[[], bool]) -> Any:
+def _monitor(trt: Any, progress: BuildProgress, interrupted: Callable[[], bool]) -> Any:
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)

@@ -14,7 +14,7 @@ from shmserve.extras import install_command
 from shmserve.workers.backends.language.backend import IMAGE, INPUTS, OUTPUTS, PROMPT_LOGPROBS, LanguageBackend
 from shmserve.workers.backends.language.encoder import POOLING, Encoder
 from shmserve.workers.backends.parameters import Parameters
-from shmserve.workers.backends.vllm.settings import Settings, scores_prompts, sees_images, settings_of
+from shmserve.workers.backends.vllm.settings import VllmSettings, scores_prompts, sees_images, settings_of
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput
@@ -52,7 +52,7 @@ class VllmTexts(Encoder):
 
 
 @contextmanager
-def _importing(settings: Settings) -> Iterator[None]:
+def _importing(settings: VllmSettings) -> Iterator[None]:
     """Prepares the process for the import of vLLM, which takes seconds."""
     prepare_environment(settings.threads, os.environ)
     try:

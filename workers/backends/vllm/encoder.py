@@ -15,7 +15,7 @@ from shmserve.workers.backends.vllm.runtime import Runtime
 
 if TYPE_CHECKING:
     from shmserve.workers.backends.language.encoder import Vector
-    from shmserve.workers.backends.vllm.settings import Settings
+    from shmserve.workers.backends.vllm.settings import VllmSettings
 
 _TASKS = {True: "classify", False: "embed"}
 """Whether the model computes scores -> the task in vLLM."""
@@ -24,7 +24,7 @@ _TASKS = {True: "classify", False: "embed"}
 class VllmEncoder:
     """A loaded model. `close` is called when no call is in progress; the others in any thread."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: VllmSettings) -> None:
         """Raises what vLLM raises if the model cannot be loaded, and Unsupported if it does not do what is wanted."""
         self._runtime = Runtime(settings.arguments)
         self.limits = self._runtime.limits

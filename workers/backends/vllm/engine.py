@@ -25,8 +25,8 @@ from shmserve.workers.backends.vllm.tools import CallReaders, ToolParsers
 
 if TYPE_CHECKING:
     from shmserve.workers.backends.language.engine import Listener
-    from shmserve.workers.backends.language.requests import Generation
-    from shmserve.workers.backends.vllm.settings import Settings
+    from shmserve.workers.backends.language.requests import GenerationRequest
+    from shmserve.workers.backends.vllm.settings import VllmSettings
 
 
 SHORT = 4096
@@ -38,7 +38,7 @@ IMAGES = "multi_modal_data"
 class VllmEngine:
     """A loaded model. `close` is called when no call is in progress; all others in any thread."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: VllmSettings) -> None:
         """Raises what vLLM raises if the model cannot be loaded."""
         self._runtime = runtime = Runtime(settings.arguments)
         self.limits = runtime.limits
@@ -64,7 +64,7 @@ class VllmEngine:
 
     # ------------------------------------------------------------------------------------ generation
 
-    def prepared(self, generation: Generation) -> Callable[[Listener], Coroutine[Any, Any, None]]:
+    def prepared(self, generation: GenerationRequest) -> Callable[[Listener], Coroutine[Any, Any, None]]:
         values, structured = parameters_of(generation, self._defaults)
         try:
             calls = self._call_readers(generation)
@@ -84,7 +84,7 @@ class VllmEngine:
         adapter = self._adapters.get(generation.sampling.lora_name or "")
         return partial(self._run, generation, rendered, parameters, adapter, calls)
 
-    def _call_readers(self, generation: Generation) -> CallReaders | None:
+    def _call_readers(self, generation: GenerationRequest) -> CallReaders | None:
         chat = generation.chat or {}
         if self._tools is None or generation.forced or not chat.get("tools") or chat.get("tool_choice") == "none":
             return None
@@ -92,7 +92,7 @@ class VllmEngine:
 
     async def _run(
         self,
-        generation: Generation,
+        generation: GenerationRequest,
         prompt: Any,
         parameters: SamplingParams,
         adapter: LoRARequest | None,
@@ -128,7 +128,7 @@ class VllmEngine:
         self._announced = False
         responses()
 
-    def _prompt(self, generation: Generation) -> Any:
+    def _prompt(self, generation: GenerationRequest) -> Any:
         """The prompt as the engine takes it; with images, it is computed from what this returns."""
         if generation.chat is None:
             return self._rendered(generation.prompt)

@@ -12,7 +12,7 @@ from shmserve.workers.backends.language.sampling import SAMPLERS, biases_in, sto
 from shmserve.workers.backends.language.schemas import check_regex, check_schema
 
 if TYPE_CHECKING:
-    from shmserve.workers.backends.language.requests import Generation
+    from shmserve.workers.backends.language.requests import GenerationRequest
     from shmserve.workers.backends.language.sampling import Defaults
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -43,7 +43,7 @@ _SAME = (
 STRUCTURED = ("json", "json_object", "choice", "grammar", "regex", "structural_tag")
 
 
-def parameters_of(generation: Generation, defaults: Defaults) -> tuple[dict[str, Any], dict[str, Any]]:
+def parameters_of(generation: GenerationRequest, defaults: Defaults) -> tuple[dict[str, Any], dict[str, Any]]:
     """The engine's sampling parameters, and those of its structured outputs."""
     sampling = generation.sampling
     values = {name: value for name in _SAME if (value := getattr(sampling, name)) not in (UNSET, None)}
@@ -60,7 +60,7 @@ def parameters_of(generation: Generation, defaults: Defaults) -> tuple[dict[str,
     return values, _structured(generation, defaults)
 
 
-def _structured(generation: Generation, defaults: Defaults) -> dict[str, Any]:
+def _structured(generation: GenerationRequest, defaults: Defaults) -> dict[str, Any]:
     wanted = structured_in(generation.sampling, defaults)
     form = generation.chat.get("response_format") if generation.chat is not None else None
     if form is not None:

@@ -22,7 +22,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from shmserve.errors import InvalidRequest
-from shmserve.workers.backends.language.engine import Limits
+from shmserve.workers.backends.language.engine import EngineLimits
 from shmserve.workers.model_calls.coroutines import Coroutines
 from shmserve.workers.process.exit_codes import Exit, exit_process
 from shmserve.workers.process.log import log_message
@@ -56,7 +56,9 @@ class Runtime:
         self.tokenizer = self.engine.get_tokenizer()
         config = self.engine.vllm_config
         cache = (config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size
-        self.limits = Limits(config.scheduler_config.max_num_seqs, config.model_config.max_model_len, max(1, cache))
+        self.limits = EngineLimits(
+            config.scheduler_config.max_num_seqs, config.model_config.max_model_len, max(1, cache)
+        )
 
     def number(self) -> str:
         """The number of a request, which the engine demands."""

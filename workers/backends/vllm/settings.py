@@ -36,7 +36,7 @@ _WITH_ADAPTERS = {**UNSUPPORTED, "prompt_logprobs": (None,)}
 request ends the engine, and all texts with it."""
 
 
-class Settings(Struct, frozen=True):
+class VllmSettings(Struct, frozen=True):
     """`arguments`: those of the engine. `threads`: of the engine on a CPU. `tool_parser`: reads the tool calls that the
     model makes by itself; "": nothing does. `pooling`: how the model computes a vector, or a score, from a text; "": it
     generates. `normalize`: vectors have length 1."""
@@ -52,7 +52,7 @@ class Settings(Struct, frozen=True):
     defaults: Defaults
 
 
-def settings_of(config: ModelConfig, context: Context) -> Settings:
+def settings_of(config: ModelConfig, context: Context) -> VllmSettings:
     """Raises NotFound or InvalidRequest."""
     adapters = adapters_of(config, context)
     arguments, parameters = _arguments(config, context), Parameters(config)
@@ -70,7 +70,7 @@ def settings_of(config: ModelConfig, context: Context) -> Settings:
         arguments = {"runner": "pooling", **arguments}
         if pooling in _TYPES:
             arguments["pooler_config"] = {**arguments.get("pooler_config", {}), "pooling_type": _TYPES[pooling]}
-    return Settings(
+    return VllmSettings(
         # Its own statistics take time in each step. The metrics of a model come from the worker.
         {**arguments, "disable_log_stats": True},
         _threads(parameters, context),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from shmserve.shm.counters import Subject
-from shmserve.workers.backends.language.engine import Limits, Step
+from shmserve.workers.backends.language.engine import EngineLimits, Step
 from shmserve.workers.backends.language.metrics import LanguageMetrics
-from shmserve.workers.backends.language.replies import Reply
-from shmserve.workers.backends.language.requests import Generation
-from shmserve.workers.backends.language.sampling import Sampling
+from shmserve.workers.backends.language.replies import GenerationReply
+from shmserve.workers.backends.language.requests import GenerationRequest
+from shmserve.workers.backends.language.sampling import SamplingParameters
 
 
 def measured() -> tuple[LanguageMetrics, dict[str, memoryview[float]]]:
@@ -20,7 +20,7 @@ def measured() -> tuple[LanguageMetrics, dict[str, memoryview[float]]]:
         numbers[name] = memoryview(bytearray(8 * (3 + len(subject.edges or ())))).cast("d")
         return numbers[name]
 
-    return LanguageMetrics(count, "m", 1, "m_0", Limits(slots=4, context=50, cache=100)), numbers
+    return LanguageMetrics(count, "m", 1, "m_0", EngineLimits(slots=4, context=50, cache=100)), numbers
 
 
 def test_each_token_but_the_first_has_a_time_since_the_one_before() -> None:
@@ -35,7 +35,7 @@ def test_each_token_but_the_first_has_a_time_since_the_one_before() -> None:
 
 def test_a_text_keeps_its_reason_if_the_others_are_cancelled() -> None:
     metrics, numbers = measured()
-    reply = Reply(Generation(Sampling(), 2, True, ()), [metrics.began(), metrics.began()])
+    reply = GenerationReply(GenerationRequest(SamplingParameters(), 2, True, ()), [metrics.began(), metrics.began()])
     reply.add(Step(1, "a", finish="length"))
     reply.ended("cancelled")
     ended = {name.rpartition(" ")[2]: counts[1] for name, counts in numbers.items() if "request_success" in name}

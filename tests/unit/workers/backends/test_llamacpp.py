@@ -21,13 +21,13 @@ from shmserve.protocol.worker_messages import Work
 from shmserve.repo.files.gguf import chat_template, recommended_sampling, trained_context
 from shmserve.repo.load import parse
 from shmserve.workers.backends.base import Context
-from shmserve.workers.backends.language.engine import Limits, Listener, Step
-from shmserve.workers.backends.language.replies import Reply
-from shmserve.workers.backends.language.requests import RETURNED, Generation, generation_of
-from shmserve.workers.backends.language.sampling import Defaults, Sampling, defaults_of, merged, sampling_in
+from shmserve.workers.backends.language.engine import EngineLimits, Listener, Step
+from shmserve.workers.backends.language.replies import GenerationReply
+from shmserve.workers.backends.language.requests import RETURNED, GenerationRequest, generation_of
+from shmserve.workers.backends.language.sampling import Defaults, SamplingParameters, defaults_of, merged, sampling_in
 from shmserve.workers.backends.llamacpp.parameters import UNSUPPORTED, cut, engine_parameters
 from shmserve.workers.backends.llamacpp.pieces import Pieces
-from shmserve.workers.backends.llamacpp.settings import Settings
+from shmserve.workers.backends.llamacpp.settings import LlamaCppSettings
 from shmserve.workers.model_calls.answer import Request
 from shmserve.workers.model_calls.coroutines import Coroutines
 from tests.support.cases import cases
@@ -91,7 +91,7 @@ def with_value(kind: int, value: bytes) -> bytes:
 def test_sampling_parameters_for_the_engine(given: dict[str, Any], expected: dict[str, Any]) -> None:
     found = engine_parameters(sampling_in(json.dumps(given)), Defaults())
     assert expected.items() <= found.items()
-    neutral = engine_parameters(Sampling(), Defaults())
+    neutral = engine_parameters(SamplingParameters(), Defaults())
     assert {name: value for name, value in found.items() if name not in expected} == {
         name: value for name, value in neutral.items() if name not in expected
     }
@@ -118,7 +118,7 @@ def test_sampling_parameters_that_are_refused(text: str, kind: type[ServeError],
         engine_parameters(sampling_of_model(text), Defaults())
 
 
-def sampling_of_model(text: str) -> Sampling:
+def sampling_of_model(text: str) -> SamplingParameters:
     """The defaults of a model with this text."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     config = parse(f'name: "m" {parameters(sampling_parameters=escaped)}')
@@ -149,7 +149,9 @@ class Replying:
 
     def __init__(self, count: int = 1, stream: bool = True, prefix: str = "") -> None:
         self.pieces = Pieces(0, count)
-        self.reply = Reply(Generation(Sampling(), count, stream, tuple(RETURNED.values()), prefix=prefix), [])
+        self.reply = GenerationReply(
+            GenerationRequest(SamplingParameters(), count, stream, tuple(RETURNED.values()), prefix=prefix), []
+        )
 
     def add(self, data: bytes) -> bool:
         return True in [self.reply.add(step) for step in self.pieces.steps(data)]
@@ -252,10 +254,10 @@ class InstantEngine:
 
     coroutines = None
 
-    def __init__(self, settings: Settings) -> None:
-        self.limits = Limits(settings.slots, settings.context, settings.context)
+    def __init__(self, settings: LlamaCppSettings) -> None:
+        self.limits = EngineLimits(settings.slots, settings.context, settings.context)
 
-    def prepared(self, generation: Generation) -> Callable[[Listener], None]:
+    def prepared(self, generation: GenerationRequest) -> Callable[[Listener], None]:
         return self.run
 
     def run(self, listener: Listener) -> None:
@@ -267,7 +269,7 @@ class InstantEngine:
 class LoopEngine(InstantEngine):
     """The same with a loop, in which each request waits once."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: LlamaCppSettings) -> None:
         super().__init__(settings)
         self.coroutines = Coroutines()  # type: ignore[assignment]
         self.log: list[str] = []
@@ -284,7 +286,7 @@ def loaded(kind: type[InstantEngine], slots: int, folder: Path, monkeypatch: pyt
     pytest.importorskip("xllamacpp")
     from shmserve.workers.backends.llamacpp import backend
 
-    monkeypatch.setattr(backend, "Engine", kind)
+    monkeypatch.setattr(backend, "LlamaCppEngine", kind)
     (folder / "1").mkdir()
     gguf_models.write(folder / "1" / "model.gguf")
     loader = backend.LlamaCpp(Context("m", 1, "m_0", folder, folder / "1", {}))

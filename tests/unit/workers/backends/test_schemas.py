@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidRequest, Unsupported
-from shmserve.workers.backends.language.requests import Generation
+from shmserve.workers.backends.language.requests import GenerationRequest
 from shmserve.workers.backends.language.sampling import Defaults, sampling_in
 from shmserve.workers.backends.language.schemas import check_chat, check_schema
 from shmserve.workers.backends.llamacpp.parameters import engine_parameters
@@ -109,7 +109,7 @@ def test_grammars_need_a_permission() -> None:
 
 def for_vllm(wanted: dict[str, Any], chat: dict[str, Any] | None = None, grammars: bool = False) -> dict[str, Any]:
     given = {"structured_outputs": wanted} if wanted else {}
-    generation = Generation(sampling_in(json.dumps(given)), 1, False, (), chat=chat)
+    generation = GenerationRequest(sampling_in(json.dumps(given)), 1, False, (), chat=chat)
     return parameters_of(generation, Defaults(grammars=grammars))[1]
 
 

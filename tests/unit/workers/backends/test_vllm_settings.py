@@ -15,7 +15,7 @@ from shmserve.repo.config.schema import ModelConfig, ModelParameter
 from shmserve.workers.backends.base import Context
 from shmserve.workers.backends.language.backend import IMAGE, PROMPT_LOGPROBS
 from shmserve.workers.backends.vllm.backend import Vllm, VllmTexts, prepare_environment
-from shmserve.workers.backends.vllm.settings import Settings, settings_of
+from shmserve.workers.backends.vllm.settings import VllmSettings, settings_of
 from tests.support.cases import cases
 
 
@@ -36,7 +36,7 @@ def context_of(folder: Path, threads: int = 1, **arguments: Any) -> Context:
     return Context("m", 1, "m_0_0", folder, version, {}, threads)
 
 
-def settings(folder: Path, arguments: dict[str, Any], cores: int = 1, **parameters: str) -> Settings:
+def settings(folder: Path, arguments: dict[str, Any], cores: int = 1, **parameters: str) -> VllmSettings:
     return settings_of(config_of(**parameters), context_of(folder, cores, **arguments))
 
 
