@@ -122,6 +122,8 @@ class Loop:
         """Runs a batch and reports its results. Returns the next batch, whose start is announced in the same report."""
         self._outbox.flush()
         results, times, again = self._run_batch(batch.work_items)
+        if self._streams is not None:
+            self._streams.withdrawn.clear()
         if self._comparisons.expected:
             results = self._comparisons.compared(rows_of(results))
         # Orders that arrived during the run may extend the next batch or withdraw requests from it.

@@ -62,7 +62,7 @@ class OpenResponses:
         self.turn.acquire()
         self._condition = threading.Condition(self.turn)
         self.withdrawn: set[int] = set()
-        """Cancelled requests without a stream, in the running or the next batch."""
+        """Cancelled requests without a stream, in the running or the next batch. The loop clears it after a batch."""
         self._forgotten: deque[ResponseSender] = deque()
         self._tickets = count(1)
         """One for each call of `send_soon` or `announce`."""

@@ -37,6 +37,7 @@ from shmserve.workers.inbox import WorkerInbox
 from shmserve.workers.link import BrokerLink
 from shmserve.workers.loading import LoadedModel
 from shmserve.workers.loop import Loop
+from shmserve.workers.model_calls.responses import OpenResponses
 from shmserve.workers.outbox import Outbox
 from tests.support.workers.batch_parts import CONTEXT, WORKER, Parts
 from tests.support.workers.worker_harness import config
@@ -394,6 +395,12 @@ def test_the_end_of_one_batch_and_the_start_of_the_next_are_one_packet(plain: Br
     ((withdrawn, done),) = packets
     assert withdrawn == Withdrawn(())
     assert (type(done), done.batch, done.next) == (Done, 1, 2)
+
+
+def test_cancelled_requests_are_forgotten_after_their_batch(plain: Broker) -> None:
+    streams = plain.device.streams = OpenResponses(decoupled=False)
+    plain.check(dones(plain.run(plain.execute(1, 1, open=False), Withdraw((10,)), Stop()))[0], 10)
+    assert streams.withdrawn == set()
 
 
 def test_an_open_batch_is_reported_when_it_starts(plain: Broker) -> None:

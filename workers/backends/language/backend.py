@@ -153,7 +153,6 @@ class LanguageInstance(SeparateModel):
     def execute(self, requests: list[Request]) -> list[Response | None]:
         streams = [self._begin(request) for request in requests]
         self._start_begun()
-        self.streams.withdrawn.clear()
         if self.streams.connected:
             return [None] * len(requests)
         responses = [self.streams.collect(stream) for stream in streams]  # a warm-up sample: only its failure matters

@@ -284,7 +284,6 @@ class NativeModel(SeparateModel):
             self._settle(answers, error)
         finally:
             streams.turn.acquire()
-            streams.withdrawn.clear()
         if not streams.decoupled:
             return self._responses_of(answers)
         if streams.connected:
@@ -324,7 +323,6 @@ class NativeModel(SeparateModel):
             return AlikeResults(self._responses_alike(alike, error))
         finally:
             self._requests.alike = None
-            streams.withdrawn.clear()
 
     def _collect(self, response: SentResponse, inputs: GatherGroup, outputs: Results) -> bool:
         """Collects the outputs of responses like this one. False: they do not match the configuration."""

@@ -119,8 +119,6 @@ class SeparatePython(PythonModel, SeparateModel):
             return [self._converted(response) for response in responses]
         finally:
             self._running = ()
-            if streams.withdrawn:
-                streams.withdrawn.clear()
 
     def _received(self, requests: list[Request]) -> list[pb_utils.InferenceRequest]:
         make, names, outputs = request_from, self._inputs, self._outputs
