@@ -239,8 +239,8 @@ class LeaseHolder:
         if known is None:
             return None
         rows, sizes = known
-        count = len(messages)
-        if count > 1 and (rows * count > lease.order.batch or sum(sizes) * count > lease.order.input_bytes):
+        count, order = len(messages), lease.order
+        if count > 1 and (not 0 < rows * count <= order.batch or sum(sizes) * count > order.input_bytes):
             return None
         last = 0
         for message in messages:

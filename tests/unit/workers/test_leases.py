@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from time import monotonic_ns
 from typing import Any
 
@@ -433,3 +434,7 @@ def test_other_packets_end_the_lease(messages: list[Any], several: Lent) -> None
 def test_a_lease_for_one_request_takes_no_more(lent: Lent) -> None:
     assert serve_all(lent, infer(1), infer(2)) == []
     assert lent.runner.ran == []
+    with closing(Lent(rows=0)) as whole:
+        inputs = Tensor("a", "FP32", (4, 2), bytes(32)), Tensor("b", "INT8", (3,), bytes(3))
+        assert serve_all(whole, infer(1, inputs=inputs), infer(2, inputs=inputs)) == []
+        assert whole.runner.ran == []
