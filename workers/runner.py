@@ -234,8 +234,6 @@ class SeparateRunner(Runner[SeparateModel]):
         if execute_alike is not None and (group := self._alike(work_items)) is not None:
             return self._run_alike(execute_alike, work_items, group, taken)
         gather, hidden = self._gather, self._hidden
-        if hidden is not None and hidden.slots:
-            work_items = hidden.filled(work_items, gather)
         rows: list[Row | None] = [None] * len(work_items)
         requests: list[Request] = []
         runnable: list[int] = []
@@ -248,6 +246,8 @@ class SeparateRunner(Runner[SeparateModel]):
                 runnable.append(index)
             except ServeError as error:
                 rows[index] = failed(work, error)
+        if hidden is not None and hidden.slots and requests:
+            requests, runnable = self._with_null_requests(requests, runnable, hidden, length)
         ready = clock()
         responses: list[Response | None] = []
         again: list[int] = []
@@ -258,7 +258,7 @@ class SeparateRunner(Runner[SeparateModel]):
                 responses = self._model.failed(requests, Response(error=self._failure(error)))
         computed = clock()
         for index, response in zip(runnable, responses, strict=True):
-            if work_items[index].request == NULL:
+            if index == NULL:
                 if response is not None and response.placed is not None:
                     response.placed.abandon()
                 continue
@@ -296,6 +296,23 @@ class SeparateRunner(Runner[SeparateModel]):
             computed = clock()
             rows = self._abandon(work_items, results, error)
         return rows, (taken, group.ready or computed, computed, clock()), ()
+
+    def _with_null_requests(
+        self, requests: list[Request], indices: list[int], hidden: HiddenTensors, length: int
+    ) -> tuple[list[Request], list[int]]:
+        """Adds a null request (index NULL) for each empty slot. Each request is then at the index of its slot."""
+        readable = [request.work for request in requests]
+        filled = hidden.filled(readable, self._gather)
+        if filled is readable:
+            return requests, indices
+        known = zip(requests, indices, strict=True)
+        pairs = [
+            (Request(work, hidden.read(self._gather, work, length), self.outputs_of), NULL)
+            if work.request == NULL
+            else next(known)
+            for work in filled
+        ]
+        return [request for request, _ in pairs], [index for _, index in pairs]
 
     def _row_with_states(self, work: Work, response: Response | None, hidden: HiddenTensors) -> Row | None:
         """Returns the Row, or None if the request is answered separately or runs again. Keeps the states of its

@@ -359,6 +359,17 @@ class Separate(SeparateModel):
         return Response([("y", x + state[..., :1]), states])
 
 
+def test_invalid_requests_do_not_move_others_to_other_slots() -> None:
+    backend = Separate()
+    backend.takes_slots = True
+    with runner_for(config_of(), backend) as runner:
+        invalid = replace(step(1, 1, [1], start=True, slot=0), inputs=())
+        (refused, row), _, _ = runner.run([invalid, step(2, 2, [2], start=True, slot=1)])
+        assert_failed(refused, "INVALID_ARG")
+        assert values(row) == [2]
+        assert [seen[2] for seen in backend.seen] == [[False], [True]]
+
+
 def test_a_model_that_handles_requests_one_by_one() -> None:
     backend = Separate()
     with runner_for(config_of(), backend) as runner:
