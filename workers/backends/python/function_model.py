@@ -133,6 +133,8 @@ class _Batch(_FunctionModel):
     """Answers a batch at once."""
 
     def execute(self, inputs: dict[str, Array]) -> Any:
+        if not inputs:
+            raise InvalidRequest(f"{self.signature.label} runs batches: a request must have at least one of its inputs")
         rows = len(next(iter(inputs.values())))
         return self._run(self._values(inputs, True), lambda result: dict(self._outputs(result, rows)))
 

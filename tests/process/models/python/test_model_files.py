@@ -57,7 +57,7 @@ def scale(x: Row) -> Row:
 
 
 @shmserve.model(batch=True)
-async def lengths(texts: list[str]) -> list[int]:
+async def lengths(texts: list[str] = ()) -> list[int]:
     await asyncio.sleep(0)
     return [len(text) for text in texts]
 
@@ -254,6 +254,8 @@ def test_exceptions_in_functions_fail_the_request(client: shmserve.Client) -> No
         client.infer("wrong", {"how": "other"})
     with pytest.raises(shmserve.InvalidRequest, match="input 'texts' is not UTF-8 text"):
         client.infer("lengths", {"texts": [[b"\xff"]]})
+    with pytest.raises(shmserve.InvalidRequest, match="a request must have at least one of its inputs"):
+        client.infer("lengths", {})
 
 
 GENERATED = """
