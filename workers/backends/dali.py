@@ -18,7 +18,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from msgspec.structs import replace
 from nvidia import dali
 
-from shmserve.errors import InvalidRequest, ModelFailed, NotFound, Unsupported
+from shmserve.errors import InvalidRequest, ModelFailed, NotFound, ServeError, Unsupported
 from shmserve.protocol.messages import Failure
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.repo.files.python_file import import_file
@@ -140,6 +140,7 @@ class DaliModel(SeparateModel):
         self._context = context
         self._inputs = request_inputs_of(config)
         self._outputs = outputs_of(config)
+        self._batched = config.max_batch_size > 0
         self._batch = max(config.max_batch_size, 1)
         self._serialized = serialized
         self._device = device
@@ -150,9 +151,11 @@ class DaliModel(SeparateModel):
         self._pipeline = None
 
     def execute(self, requests: list[Request]) -> list[Response | None]:
-        rows = [max(request.work.rows, 1) for request in requests]
-        if len(requests) > 1 and sum(rows) > self._batch:  # they have no batch dimension
+        rows = [request.work.rows if self._batched else 1 for request in requests]
+        if len(requests) > 1 and (sum(rows) > self._batch or 0 in rows):  # without a batch dimension, or invalid
             return [self._alone(request) for request in requests]
+        if 0 in rows:
+            raise InvalidRequest("the request has no rows, and a pipeline of DALI needs at least one")
         try:
             outputs = self._run([list(self._samples(index, requests)) for index in range(len(self._inputs))])
         except ModelFailed:
@@ -174,7 +177,7 @@ class DaliModel(SeparateModel):
         """Runs one request alone. The next run does not overwrite its response."""
         try:
             (response,) = self.execute([request])
-        except ModelFailed as error:
+        except ServeError as error:
             return Response(error=self._context.failure_of(error))
         if response is not None:
             response.outputs = [(name, array.copy()) for name, array in response.outputs]

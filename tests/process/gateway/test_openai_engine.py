@@ -306,6 +306,11 @@ def test_embeddings(client: Any, repository: Path, pooling: str) -> None:
     assert pooling in [model.id for model in client.models.list()]
 
 
+def test_a_batch_without_texts_is_refused(server: Server) -> None:
+    with server.client() as native, pytest.raises(InvalidRequest, match="the request has no rows"):
+        native.infer("mean", {"text_input": np.empty((0, 1), object)})
+
+
 def test_reranking(client: Any, repository: Path) -> None:
     documents = [f"{number} " * number for number in range(1, 30)]
     file = repository / "rank" / "1" / "model.gguf"

@@ -126,6 +126,8 @@ class EncoderModel(SeparateModel):
     def _response(self, futures: list[Future[tuple[Any, int]]]) -> Response:
         wait(futures)
         try:
+            if not futures:
+                raise InvalidRequest("the request has no rows; send at least one text")
             values, counts = zip(*[future.result() for future in futures], strict=True)
         except Exception as error:
             return Response(error=self._context.failure_of(error))

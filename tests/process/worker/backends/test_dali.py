@@ -110,6 +110,14 @@ def test_a_bad_image_fails_its_request_only(decoder: WorkerProcess) -> None:
 
 
 @pytest.mark.process
+def test_a_request_without_rows_gets_no_sample_of_another(decoder: WorkerProcess) -> None:
+    picture = image(9, 9)
+    rows = decoder.run(work(1, text()), work(2, text(png(picture), png(picture))))
+    assert_failed(rows[0], "INVALID_ARG", "the request has no rows")
+    assert_decoded(decoder, rows[1], picture, picture)
+
+
+@pytest.mark.process
 def test_encoded_images_of_different_lengths(tmp_path: Path) -> None:
     pipeline(tmp_path, decoding)
     pictures = [image(30, 9, 1), image(8, 8, 2), image(10, 40, 3)]
