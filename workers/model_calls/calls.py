@@ -253,12 +253,13 @@ class OutgoingCalls:
                 if ready():
                     return
                 self._streams.check()
+                if not coroutines and self._reader is None:
+                    reader = threading.Thread(target=self._read_for_others, name="calls", daemon=True)
+                    reader.start()  # raises at the limit of threads
+                    self._reader = reader
                 future = loop.create_future()
                 pending.waiters.append(future)
                 self._awaited += 1
-                if not coroutines and self._reader is None:
-                    self._reader = threading.Thread(target=self._read_for_others, name="calls", daemon=True)
-                    self._reader.start()
             try:
                 await future
             except asyncio.CancelledError:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from shmserve.protocol.messages import Options, Tensor
 from shmserve.protocol.worker_messages import Row, Work
 from shmserve.workers.model_calls.answer import Response
+from shmserve.workers.model_calls.calls import OutgoingCalls
+from shmserve.workers.model_calls.pending import CallResponse, Pending
 from shmserve.workers.model_calls.responses import OpenResponses
 from shmserve.workers.model_calls.stream import ResponseSender
 
@@ -135,3 +140,26 @@ def test_what_waiting_threads_send_together_is_complete_and_in_order() -> None:
     streams.turn.acquire()
     streams.stop(linked=True)
     streams.close()
+
+
+def test_a_coroutine_waits_for_a_call_after_a_thread_could_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, pending = OpenResponses(decoupled=False), Pending(1, 0)
+    here, there = socket.socketpair()
+    reader = Mock(side_effect=lambda: pending.answered(CallResponse(), True))
+    calls = OutgoingCalls(Mock(deferred=deque()), Mock(), Mock(), here.fileno(), reader)
+    calls.connect(streams)
+    streams.turn.release()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            asyncio.run(calls.wait_soon(pending, lambda: pending.over, coroutines=False))
+    there.send(b"a reply")
+    asyncio.run(calls.wait_soon(pending, lambda: pending.over, coroutines=False))
+    for thread in threading.enumerate():
+        if thread.name == "calls":
+            thread.join()
+    streams.turn.acquire()
+    streams.stop(linked=True)
+    streams.close()
+    here.close()
+    there.close()
