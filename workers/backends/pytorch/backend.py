@@ -175,15 +175,14 @@ class TorchModel(OverlappingModel):
             return
         with self._near.copies():
             located = [self._near.locate(inputs, index, spec) for index, spec in enumerate(self._inputs)]
-        tensors = [self._tensor_of(index, there, inputs) for index, there in enumerate(located)]
+        tensors = [self._tensor_of(index, source, inputs) for index, source in enumerate(located)]
         inputs.computing()
-        values = self._compute(tensors)
         try:
-            for index, value in enumerate(values):
+            for index, value in enumerate(self._compute(tensors)):
                 if outputs.needed(index) and not self._stays(index, value, outputs):
                     outputs.put(index, self._array(self._outputs[index], value, inputs.rows))
         finally:
-            device.settle(self._device)
+            device.settle(self._device)  # also after an error: what is queued reads memory of callers
         if self._clean:
             device.free_cached()
 
@@ -194,11 +193,11 @@ class TorchModel(OverlappingModel):
             return self._pick(self._call([{name: tensor for name, tensor in named if tensor is not None}]))
         return self._pick(self._call([None if place is None else tensors[place] for place in self._leaves]))
 
-    def _tensor_of(self, index: int, there: GpuTensor | None, inputs: GatherGroup) -> Any:
+    def _tensor_of(self, index: int, source: GpuTensor | None, inputs: GatherGroup) -> Any:
         """Returns an input as a tensor over its memory, on the host or the GPU."""
-        if there is None:
+        if source is None:
             return self._tensor(index, self._inputs[index], inputs.array(index))
-        tensor = device.over(there.address, there.shape, self._inputs[index], self._device)
+        tensor = device.over(source.address, source.shape, self._inputs[index], self._device)
         return tensor.clone() if index in self._copied else tensor
 
     def _stays(self, index: int, value: Any, outputs: Results) -> bool:
