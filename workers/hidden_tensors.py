@@ -261,9 +261,9 @@ class VisibleResults(Results):
     def rows(self, parameters: Any = None) -> list[Row]:
         for index, array in self._late.items():
             self._put(index, array, True)
-        lost = [name for name, index in self._hidden.state_names.items() if self._hidden.new_states[index] is None]
-        if lost:
-            raise ModelFailed(f"the model did not produce state output(s) {', '.join(lost)}")
+        missing = [name for name, index in self._hidden.state_names.items() if self._hidden.new_states[index] is None]
+        if missing:
+            raise ModelFailed(f"the model did not produce state output(s) {', '.join(missing)}")
         return super().rows(parameters)
 
     def _special(self, index: int) -> bool:

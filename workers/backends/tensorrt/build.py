@@ -287,13 +287,13 @@ def interrupts() -> Iterator[Callable[[], bool]]:
     """Yields a function that returns whether SIGINT or SIGTERM was received. A build is one long call in which no
     Python handler runs, so the signal is detected through the wakeup descriptor, a pipe."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    came = False
+    received = False
 
     def look() -> bool:
-        nonlocal came
+        nonlocal received
         with suppress(BlockingIOError):
-            came = bool(os.read(reading, 64)) or came
-        return came
+            received = bool(os.read(reading, 64)) or received
+        return received
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     handlers = [signal.signal(number, lambda *_: None) for number in numbers]  # the descriptor has recorded it
