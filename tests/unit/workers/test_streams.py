@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import socket
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +16,8 @@ import pytest
 
 from shmserve.protocol.messages import Options, Tensor
 from shmserve.protocol.worker_messages import Row, Work
-from shmserve.workers.model_calls.answer import Response
+from shmserve.workers.backends.native.server_calls import ServerCalls
+from shmserve.workers.model_calls.answer import Response, triton_number
 from shmserve.workers.model_calls.calls import OutgoingCalls
 from shmserve.workers.model_calls.pending import CallResponse, Pending
 from shmserve.workers.model_calls.responses import OpenResponses
@@ -163,3 +166,13 @@ def test_a_coroutine_waits_for_a_call_after_a_thread_could_not_start(monkeypatch
     streams.close()
     here.close()
     there.close()
+
+
+def test_a_native_backend_gets_an_error_for_a_call_that_needs_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, memory = Mock(), ctypes.create_string_buffer(1)
+    text = (ctypes.addressof(memory), 0)
+    words = array("Q", (*text, 0, *text, 0, 0, 0, 0, *text, 0, 0, 0))
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    infer = ServerCalls(host, Mock(), list).callbacks["infer"]
+    assert infer(1, words.buffer_info()[0], len(words)) == -1
+    host.host_refuse.assert_called_once_with(triton_number("UNAVAILABLE"), b"can't start new thread")

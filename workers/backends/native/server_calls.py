@@ -69,6 +69,8 @@ class ServerCalls:
         try:
             calls, work_items = self._server(), self._work_items()
             outgoing = WordReader(words, count).call()
+            with self._starting:
+                self._coroutines = self._coroutines or Coroutines()
             pending = calls.call(
                 outgoing.model,
                 outgoing.version,
@@ -80,9 +82,9 @@ class ServerCalls:
             )
         except ServeError as error:
             return self._refuse(error)
+        except RuntimeError as error:  # at the limit of threads
+            return self._refuse(Unavailable(str(error)))
         self._pending[call] = pending
-        with self._starting:
-            self._coroutines = self._coroutines or Coroutines()
         self._coroutines.submit(self._deliver(calls, call, pending))
         return 0
 
@@ -97,6 +99,8 @@ class ServerCalls:
                 last = response is None or (pending.over and not pending.answers)
             except ServeError as error:
                 response, last = CallResponse(code=error.code, text=str(error)), True
+            except RuntimeError as error:  # at the limit of threads
+                response, last = CallResponse(code=Unavailable.code, text=str(error)), True
             except asyncio.CancelledError:
                 response, last = CallResponse(code=Cancelled.code, text="the model is being unloaded"), True
             kept: list[Any] = []
