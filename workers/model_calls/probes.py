@@ -6,6 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from shmserve.workers.process.log import log_message
+
 PENDING_PROBES = 1024
 """Limit of probes that wait for the result of `is_ready`. Beyond it, the oldest are dropped; they have timed out."""
 
@@ -21,10 +23,13 @@ class ReadinessCalls:
 
     def add(self, report: Callable[[bool], None]) -> None:
         with self._lock:
+            if not self._pending:
+                try:
+                    threading.Thread(target=self._run, name="is_ready", daemon=True).start()
+                except RuntimeError as error:  # at the limit of threads
+                    log_message(f"is_ready cannot be called: {error}")
+                    return
             self._pending.append(report)
-            if len(self._pending) > 1:
-                return
-        threading.Thread(target=self._run, name="is_ready", daemon=True).start()
 
     def _run(self) -> None:
         ready = self._is_ready()

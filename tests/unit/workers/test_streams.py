@@ -20,6 +20,7 @@ from shmserve.workers.backends.native.server_calls import ServerCalls
 from shmserve.workers.model_calls.answer import Response, triton_number
 from shmserve.workers.model_calls.calls import OutgoingCalls
 from shmserve.workers.model_calls.pending import CallResponse, Pending
+from shmserve.workers.model_calls.probes import ReadinessCalls
 from shmserve.workers.model_calls.responses import OpenResponses
 from shmserve.workers.model_calls.stream import ResponseSender
 
@@ -176,3 +177,16 @@ def test_a_native_backend_gets_an_error_for_a_call_that_needs_another_thread(mon
     infer = ServerCalls(host, Mock(), list).callbacks["infer"]
     assert infer(1, words.buffer_info()[0], len(words)) == -1
     host.host_refuse.assert_called_once_with(triton_number("UNAVAILABLE"), b"can't start new thread")
+
+
+def test_a_model_is_asked_whether_it_is_ready_after_a_thread_could_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[bool] = []
+    probes = ReadinessCalls(lambda: True)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        probes.add(reports.append)
+    probes.add(reports.append)
+    for thread in threading.enumerate():
+        if thread.name == "is_ready":
+            thread.join()
+    assert reports == [True]
