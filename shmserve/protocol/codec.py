@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 
 from shmserve.errors import Internal, ProtocolError
 from shmserve.protocol import messages
+from shmserve.protocol.bodies import MALFORMED
 from shmserve.protocol.messages import PACKET_BYTES, PACKET_MESSAGES
 
 Message = Any
@@ -76,13 +77,13 @@ class Codec:
             raise ProtocolError(f"packet of {len(packet)} bytes exceeds the limit of {PACKET_BYTES}")
         try:
             return self._decode(packet)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except MALFORMED:
             return self._decode_singly(packet)
 
     def _decode_singly(self, packet: bytes) -> list[Message]:
         try:
             raws = self._raws(packet)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except MALFORMED as error:
             if "of length <=" in str(error):
                 raise ProtocolError(f"the packet has more than {self._limit} messages, the limit") from None
             raise ProtocolError(f"invalid packet, expected a MessagePack array of messages: {error}") from None
@@ -91,7 +92,7 @@ class Codec:
         for raw in raws:
             try:
                 decoded.append(self._decode_one(raw))
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            except MALFORMED as error:
                 refused += 1
                 if refused > REFUSED:
                     raise ProtocolError(f"more than {REFUSED} messages of the packet are invalid: {error}") from None

@@ -239,6 +239,8 @@ def test_deep_nesting_inside_a_valid_packet() -> None:
     assert found[0] == messages.Ping(1)
     assert isinstance(found[1], codec.Refused)
     assert found[2] == messages.Cancel(9)
+    with pytest.raises(ProtocolError, match="invalid packet"):
+        CODECS["client"].decode(b"\x91\x93\x04\x01" + b"\x91" * 100_000 + b"\x01")  # in a field after those of a Ping
 
 
 UNUSUAL = {
