@@ -14,7 +14,6 @@ from heapq import nlargest
 from itertools import groupby
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
 from shmserve.broker.models.traffic import traffic_document
@@ -23,8 +22,8 @@ from shmserve.core.records import ClientState, Version
 from shmserve.core.state import State
 from shmserve.core.stats.statistics import Statistics
 from shmserve.core.traffic import UNSET
-from shmserve.errors import InvalidRequest
 from shmserve.llm.figures import with_queue
+from shmserve.protocol.bodies import decode_body
 from shmserve.system import procfs
 
 SHOWN_CLIENTS = 100
@@ -99,13 +98,7 @@ class ActivityReport:
         self._started = procfs.usage(os.getpid()).started
 
     def answer(self, body: bytes) -> Document:
-        try:
-            arguments = msgspec.json.decode(body or b"{}", type=Arguments)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidRequest(f"the body of 'activity' must be {{\"since\": a number}}: {error}") from None
-        return self.document(arguments.since)
-
-    def document(self, since: int = 0) -> Document:
+        since: int = decode_body(body, Arguments, "'activity'").since
         began, spent = time.monotonic_ns(), time.thread_time_ns()
         if began / 1e9 >= self._compared_at + COMPARED_S:
             self._compared_at = began / 1e9

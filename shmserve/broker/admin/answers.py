@@ -13,6 +13,7 @@ from shmserve.broker.admin.readiness_probes import Probes
 from shmserve.broker.models.operations import ClientOperations
 from shmserve.core.traffic import ALIAS
 from shmserve.errors import InvalidRequest
+from shmserve.protocol.bodies import MALFORMED
 from shmserve.protocol.messages import Answer, Ask, Cancel, Changed, Fail
 
 NOTIFIED = 64
@@ -94,7 +95,7 @@ class QueryAnswers:
     def query(self, peer: int, ask: Ask | Cancel) -> None:
         if isinstance(ask, Cancel):
             self._operations.cancelled(peer, ask.request)
-            self._wait_no_more(peer, ask.request)
+            self._stop_waiting(peer, ask.request)
             return
         if ask.model and ask.what not in ("load", "unload"):  # which also apply to all models of a name
             try:
@@ -140,8 +141,9 @@ class QueryAnswers:
     def _may_wait(self, peer: int) -> bool:
         return sum([len(waiting.get(peer, ())) for waiting in self._awaiting.values()]) < WAITING
 
-    def _wait_no_more(self, peer: int, request: int) -> None:
-        """The caller of a query that waits for a model has gone: the answer frees its place."""
+    def _stop_waiting(self, peer: int, request: int) -> None:
+        """Answers a query that waits for a model at once, as its caller has cancelled it: the answer frees its place
+        among the queries of the peer."""
         for model, waiting in self._awaiting.items():
             asks = waiting.get(peer, []) if model else []
             for ask in asks:
@@ -183,8 +185,8 @@ class QueryAnswers:
 
 
 def _arguments(ask: Ask) -> _ConfigArguments:
-    """The body of a config query."""
+    """The arguments of a config query; the defaults if its body is malformed."""
     try:
         return msgspec.json.decode(ask.body or b"{}", type=_ConfigArguments)
-    except msgspec.DecodeError:
+    except MALFORMED:
         return _ConfigArguments()

@@ -37,7 +37,7 @@ class World:
 
 
 def test_queries_wait_until_their_model_has_loaded_or_their_caller_has_gone() -> None:
-    for body in (b"", b'{"wait": false}', b"?", b"[]"):
+    for body in (b"", b'{"wait": false}', b"?", b"[]", b'{"wait": "\xff"}', b'{"a":' + b"[" * 10_000):
         world = World()
         world.ask(1, 1, body)
         assert world.sent == [(1, 1)]
