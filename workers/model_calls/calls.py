@@ -15,8 +15,8 @@ import numpy as np
 
 from shmserve.dtypes import from_numpy, to_numpy
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
+from shmserve.protocol.bodies import pieces_of
 from shmserve.protocol.messages import (
-    FIELD_BYTES,
     INLINE_BYTES,
     TENSORS,
     Answer,
@@ -130,8 +130,7 @@ class OutgoingCalls:
         with self._streams.turn:
             self._streams.check()
             pending = self._new(0)
-            pieces = [body[start : start + FIELD_BYTES] for start in range(0, len(body), FIELD_BYTES)] or [b""]
-            asks = [Ask(pending.number, "", "", 0, piece, True) for piece in pieces]
+            asks = [Ask(pending.number, "", "", 0, piece, True) for piece in pieces_of(body)]
             asks[0].what, asks[0].model, asks[0].version = what, model, version
             asks[-1].more = False
             self._send(pending, asks)

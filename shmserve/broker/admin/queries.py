@@ -22,7 +22,8 @@ from shmserve.core.states import UNLOADED, InstanceState, VersionState
 from shmserve.core.stats.statistics import COUNTERS, Statistics
 from shmserve.errors import Internal, InvalidRequest, NotFound, ServeError
 from shmserve.llm.figures import with_queue
-from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Fail
+from shmserve.protocol.bodies import answers_of, pieces_of
+from shmserve.protocol.messages import Answer, Ask, Fail
 from shmserve.protocol.namespaces import plain
 from shmserve.protocol.rates import MEMORY_STEP
 from shmserve.protocol.roles import OPERATE, OPERATIONS, remove_private
@@ -47,7 +48,6 @@ EXTENSIONS = (
 METRICS_PERIOD_S = 1.0
 METRICS_SHARE = 0.05
 """Maximum share of the broker's time spent on building metrics."""
-CHUNK = FIELD_BYTES // 2
 _PASSING = (VersionState.LOADING, VersionState.UNLOADING)
 Shared = dict[tuple[str, str, int, bytes, bool], list[bytes]]
 
@@ -129,7 +129,7 @@ class Control:
         """Adds queries and small operations that other modules answer."""
         self._answers.update(answers)
 
-    def answer(self, ask: Ask, roles: int, shared: Shared) -> list[Answer | Fail]:
+    def answer(self, ask: Ask, roles: int, shared: Shared) -> Sequence[Answer | Fail]:
         """The messages of the answer, in order. `shared`: answers that are still valid, reused for equal queries."""
         operator = bool(roles & OPERATE)
         key = (ask.what, ask.model, ask.version, ask.body, operator)
@@ -145,20 +145,15 @@ class Control:
                 return [Fail(ask.request, Internal.code, text)]
             if ask.what not in OPERATIONS:
                 shared[key] = pieces
-        return [Answer(ask.request, piece, number < len(pieces)) for number, piece in enumerate(pieces, 1)]
+        return answers_of(ask.request, pieces)
 
     def _build(self, ask: Ask, operator: bool) -> list[bytes]:
         if ask.more:
             raise InvalidRequest(f"the body of '{ask.what}' is too long")
-        answer = self._answers.get(ask.what)
-        if answer is None:
-            known = ", ".join(self._answers)
-            raise InvalidRequest(f"unknown query '{ask.what}'; expected one of: {known}")
-        document = answer(ask)
+        document = self._answers[ask.what](ask)
         if not operator:
             remove_private(ask.what, document)
-        body = msgspec.json.encode(document)
-        return [body[start : start + CHUNK] for start in range(0, len(body), CHUNK)]
+        return pieces_of(msgspec.json.encode(document))
 
     # ------------------------------------------------------------------------------------ queries
 
@@ -239,10 +234,9 @@ class Control:
     def _are_settled(self, models: Iterable[Model]) -> bool:
         """Whether none of the models is being loaded, restarted or unloaded, so that no other version becomes READY
         without an operation."""
-        moving = (VersionState.LOADING, VersionState.UNLOADING)
         return not self._core.state.draining and not any(
             model.operation is not None
-            or any(version.state in moving or version.recovering for version in model.generations())
+            or any(version.state in _PASSING or version.recovering for version in model.generations())
             for model in models
         )
 
@@ -291,13 +285,13 @@ class Control:
                     "name": model.name,
                     "version": str(version.number),
                     "state": version.state.value,
-                    "reason": version.reason or self._degraded(version) or downloads.get(model.name, ""),
+                    "reason": version.reason or _degraded(version) or downloads.get(model.name, ""),
                     "degraded": version.state is VersionState.READY and bool(version.degraded_reason),
                     "asleep": version.asleep,
                     "scaled": _scaled(version),
                     "default": version is default,
                     "share": shares.get(version.number, 0.0),
-                    "loading_seconds": self._loading_seconds(version),
+                    "loading_seconds": _loading_seconds(version),
                     "reloading": version.number in model.coming,
                     "changed_on_disk": version.state is VersionState.READY and version.source in self._changed_on_disk,
                     "last_failed_change": _failed_change(model) if version.state is VersionState.READY else None,
@@ -345,20 +339,9 @@ class Control:
                         mark.append(gpu_bytes(pid))
         return mark
 
-    def _degraded(self, version: Version) -> str:
-        """For a READY version that lacks instances: how many serve, and why the others do not."""
-        reason = version.degraded_reason if version.state is VersionState.READY else ""
-        ready, wanted = version.counts
-        return f"degraded, {ready} of {wanted} instances: {reason}" if reason else ""
-
     def _is_listed(self, version: Version) -> bool:
         """Whether to list the version. An unloaded one is listed only while it could be loaded again."""
         return version.reason != UNLOADED or version.model in self._catalog.repositories.names
-
-    def _loading_seconds(self, version: Version) -> float:
-        if version.state is VersionState.LOADING:
-            return round((time.monotonic_ns() - version.began) / 1e9, 3)
-        return round(version.took_ns / 1e9, 3)
 
     def _instance(self, version: Version, instance: Instance) -> dict[str, Any]:
         pid = self._process_of(instance.peer) if instance.peer else 0
@@ -380,16 +363,10 @@ class Control:
             "batch_seconds": round(max(0, now - running.began) / 1e9, 6) if running is not None else 0.0,
             "waiting_rows": waiting.rows if waiting is not None else 0,
             "quarantined": instance.quarantined,
-            "retry_seconds": self._retry_seconds(instance),
+            "retry_seconds": _retry_seconds(instance),
             "reason": instance.reason,
             "last_words": instance.last_words.splitlines(),
         }
-
-    def _retry_seconds(self, instance: Instance) -> float:
-        """Time until the instance restarts, or may be woken; 0: it may be woken now, or no restart is planned."""
-        if instance.state not in (InstanceState.BACKOFF, InstanceState.ASLEEP):
-            return 0.0
-        return round(max(instance.retry_at - time.monotonic_ns(), 0) / 1e9, 1)
 
     def _find(self, ask: Ask) -> list[Version]:
         model = self._core.state.models.get(ask.model)
@@ -577,6 +554,26 @@ def _without_version(name: str, state: str, reason: str, downloads: Mapping[str,
     if name in downloads:
         state, reason = VersionState.LOADING.value, downloads[name]
     return {"name": name, "version": "", "state": state, "reason": reason}
+
+
+def _degraded(version: Version) -> str:
+    """For a READY version that lacks instances: how many serve, and why the others do not."""
+    reason = version.degraded_reason if version.state is VersionState.READY else ""
+    ready, wanted = version.counts
+    return f"degraded, {ready} of {wanted} instances: {reason}" if reason else ""
+
+
+def _loading_seconds(version: Version) -> float:
+    if version.state is VersionState.LOADING:
+        return round((time.monotonic_ns() - version.began) / 1e9, 3)
+    return round(version.took_ns / 1e9, 3)
+
+
+def _retry_seconds(instance: Instance) -> float:
+    """Time until the instance restarts, or may be woken; 0: it may be woken now, or no restart is planned."""
+    if instance.state not in (InstanceState.BACKOFF, InstanceState.ASLEEP):
+        return 0.0
+    return round(max(instance.retry_at - time.monotonic_ns(), 0) / 1e9, 1)
 
 
 def _has_failed(model: Model) -> bool:

@@ -29,8 +29,8 @@ from shmserve.core.models.deployment import OVERTAKEN
 from shmserve.core.owners import activity
 from shmserve.core.states import VersionState
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
-from shmserve.protocol.bodies import decode_body
-from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Fail
+from shmserve.protocol.bodies import answers_of, decode_body, pieces_of
+from shmserve.protocol.messages import Ask, Fail
 
 log = logging.getLogger("shmserve")
 
@@ -43,8 +43,6 @@ LOADS = 16
 """Limit of operations queued for one model."""
 UPLOADS = 16
 """Limit of bodies being received, for all clients together."""
-CHUNK = FIELD_BYTES // 2
-
 REFUSED = "explicit model load / unload is not allowed"
 POLLING = "if polling is enabled"
 """The rest of Triton's text, which Triton also uses in mode none."""
@@ -364,9 +362,8 @@ class ClientOperations:
         text = f"{job.ask.what} of model '{job.ask.model}' finished in {seconds:.2f} s"
         log_record("info", text, {"model": job.ask.model, "operation": job.ask.what})
         answer = {"model": job.ask.model, "versions": versions, "changed": job.changed, "warnings": job.warnings}
-        body = msgspec.json.encode(answer)
-        for start in range(0, len(body), CHUNK):
-            self._send(job.peer, Answer(job.ask.request, body[start : start + CHUNK], start + CHUNK < len(body)))
+        for message in answers_of(job.ask.request, pieces_of(msgspec.json.encode(answer))):
+            self._send(job.peer, message)
 
     def _failed(self, job: Job | None, error: Exception) -> None:
         """Reports an error to the job's client, or logs it if there is no job."""

@@ -29,12 +29,11 @@ from shmserve.gateway.upstream.documents import BrokerQuery
 from shmserve.gateway.upstream.link import GatewayLink, Inputs
 from shmserve.gateway.upstream.requests import NO_TIME, ChargedTicket, PendingStream, ask, withdraw
 from shmserve.protocol import codec, roles
+from shmserve.protocol.bodies import answers_of, pieces_of
 from shmserve.protocol.messages import (
-    FIELD_BYTES,
     INLINE_BYTES,
     PACKET_BYTES,
     PROTOCOL,
-    Answer,
     Ask,
     Bye,
     Cancel,
@@ -471,9 +470,8 @@ class Peer:
         self._over(ticket)
         if not self.entry.roles & roles.OPERATE:
             roles.remove_private(ticket.what, answer)
-        body = json.dumps(answer).encode()
-        for start in range(0, len(body), FIELD_BYTES):
-            self.queue(Answer(ticket.request, body[start : start + FIELD_BYTES], start + FIELD_BYTES < len(body)))
+        for message in answers_of(ticket.request, pieces_of(json.dumps(answer).encode())):
+            self.queue(message)
 
     def failed(self, ticket: PeerRequest | PeerQuery | PeerStream, error: ServeError) -> None:
         if isinstance(ticket, PeerStream):
