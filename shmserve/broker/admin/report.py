@@ -15,7 +15,7 @@ Document = dict[str, Any]
 
 
 def document(
-    version: Version, metadata: Document | None, config: Document, text: str, warnings: Sequence[str] = ()
+    version: Version, metadata: Document | None, config: Document, text: str, warnings: Sequence[str]
 ) -> Document:
     """`config` and `text` are the loaded configuration, as JSON and as annotated text, and `warnings` are about it.
     `metadata`: None while loading."""

@@ -34,13 +34,20 @@ class ServiceBody(Struct, forbid_unknown_fields=True):
 class ServiceControl:
     """`put` passes an event to the core. `changed` is called after a change."""
 
-    def __init__(self, loop: Any, state: State, put: Callable[[SetService], None], changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        loop: Any,
+        state: State,
+        put: Callable[[SetService], None],
+        changed: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._loop = loop
         self._state = state
         self._put = put
         self._changed = changed
-        self.clock: Callable[[], float] = time.monotonic
-        self.out_of_service = False
+        self._clock = clock
+        self._out_of_service = False
         """As last requested; the core applies it in its next turn."""
         self._began = 0.0
         self._quiet_since: float | None = None
@@ -48,13 +55,13 @@ class ServiceControl:
         self._timer: Any = None
 
     def document(self) -> dict[str, Any]:
-        state, now = self._state, self.clock()
-        self._look(now)
+        state, now = self._state, self._clock()
+        self._check_idle(now)
         clients = [client for client in state.clients.values() if client.requests]
         shown = nlargest(SHOWN_CLIENTS, clients, key=lambda client: len(client.requests))
         return {
-            "out_of_service": self.out_of_service,
-            "seconds": round(now - self._began, 3) if self.out_of_service else 0.0,
+            "out_of_service": self._out_of_service,
+            "seconds": round(now - self._began, 3) if self._out_of_service else 0.0,
             "requests": len(state.requests) + len(state.leases),
             "sequences": len(state.sequences),
             "quiet_seconds": 0.0 if self._quiet_since is None else round(now - self._quiet_since, 3),
@@ -63,9 +70,12 @@ class ServiceControl:
 
     def change(self, body: bytes) -> dict[str, Any]:
         wanted: ServiceBody = decode_body(body, ServiceBody, "'set_service'")
-        if wanted.out_of_service != self.out_of_service:
-            self.out_of_service = wanted.out_of_service
-            self._begin() if wanted.out_of_service else self._end()
+        if wanted.out_of_service != self._out_of_service:
+            self._out_of_service = wanted.out_of_service
+            if wanted.out_of_service:
+                self._begin()
+            else:
+                self._end()
             self._put(SetService(wanted.out_of_service))
             self._loop.call_soon(self._changed)
         return self.document()
@@ -77,7 +87,7 @@ class ServiceControl:
 
     def _begin(self) -> None:
         log.info("out of service: the server is not ready, and finishes its requests")
-        self._began = self.clock()
+        self._began = self._clock()
         self._quiet_since = None
         self._tick()
 
@@ -87,16 +97,16 @@ class ServiceControl:
         self.close()
 
     def _tick(self) -> None:
-        self._look(self.clock())
+        self._check_idle(self._clock())
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
-    def _look(self, now: float) -> None:
+    def _check_idle(self, now: float) -> None:
         """Updates since when the server has been idle. It takes a request number, since a gap between two of these
         reveals requests that arrived and finished between two checks."""
         state = self._state
         number = state.next_number()
         busy = bool(state.requests or state.leases or state.sequences)
-        if not self.out_of_service or busy:
+        if not self._out_of_service or busy:
             self._quiet_since = None
         elif self._quiet_since is None or number != self._last_number + 1:
             self._quiet_since = now

@@ -39,8 +39,8 @@ class Operated:
             state,
             lambda event: self.world.turn([(0, event)]),
             lambda: self.changes.append(state.out_of_service),
+            self.loop.time,
         )
-        self.control.clock = self.loop.time
 
     def quiet(self, ticks: int = 0) -> float:
         for _ in range(ticks):
