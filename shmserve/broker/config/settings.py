@@ -20,7 +20,7 @@ from shmserve.broker.config.command_line import parser
 from shmserve.broker.config.values import from_environment, from_toml
 from shmserve.broker.listeners.access import AccessRules
 from shmserve.broker.models.remote import RemoteSettings
-from shmserve.broker.observability.metrics import MetricSettings, metric_settings
+from shmserve.broker.observability.metrics import MetricSettings
 from shmserve.broker.observability.traces import otel_settings
 from shmserve.broker.processes import cpus
 from shmserve.broker.processes.gateways import GatewaySettings, arguments_of
@@ -72,18 +72,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     On errors exits with code 2 and lists them.
     """
     flag_parser = parser()
-    given, rest = flag_parser.parse_known_args(_separate_files(argv))
-    if "help_all" in given:
+    from_flags, rest = flag_parser.parse_known_args(_separate_files(argv))
+    if "help_all" in from_flags:
         sys.stdout.write(flag_parser.format_all())
         flag_parser.exit()
     arguments = _without_flag_values(rest)
     problems = [_unknown_flag(word) for word in arguments if word.startswith("-")]
     folders, files = _positional([word for word in arguments if not word.startswith("-")], problems)
     from_variables, warnings = _environment(os.environ, problems)
-    config = vars(given).get("config", from_variables.get("config"))
+    config = vars(from_flags).get("config", from_variables.get("config"))
     from_file = _file(config, problems) if config is not None else {}
     chosen: dict[str, Any] = {}
-    for source, where in ((from_file, str(config)), (from_variables, "the environment"), (vars(given), "")):
+    for source, where in ((from_file, str(config)), (from_variables, "the environment"), (vars(from_flags), "")):
         warnings += _move_deprecated(source, where)
         chosen |= source
     values = _defaults(chosen.get("triton_compatible", False)) | chosen
@@ -184,7 +184,9 @@ def limits(settings: argparse.Namespace) -> Limits:
 
 
 def metrics(settings: argparse.Namespace) -> MetricSettings:
-    return metric_settings(settings.metrics_config, settings.allow_cpu_metrics, metrics_interval_s(settings))
+    """The settings of metrics. If one is repeated, its last value counts."""
+    options = dict(settings.metrics_config)
+    return MetricSettings(**options, cpu=settings.allow_cpu_metrics, interval_s=metrics_interval_s(settings))
 
 
 def metrics_interval_s(settings: argparse.Namespace) -> float:
@@ -306,8 +308,8 @@ def _separate_files(argv: Sequence[str]) -> list[str]:
 def _completed(word: str) -> str:
     """The word with its flag written out, if only one flag begins like this."""
     name, equals, value = word.partition("=")
-    found = completions(name[2:]) if name.startswith("--") else []
-    return f"--{found[0]}{equals}{value}" if len(found) == 1 else word
+    names = completions(name[2:]) if name.startswith("--") else []
+    return f"--{names[0]}{equals}{value}" if len(names) == 1 else word
 
 
 def _positional(words: Sequence[str], problems: list[str]) -> tuple[list[Path | RemoteAddress], list[ModelFile]]:
@@ -329,8 +331,8 @@ def _positional(words: Sequence[str], problems: list[str]) -> tuple[list[Path | 
 
 def _unknown_flag(word: str) -> str:
     shown = word.partition("=")[0]
-    if shown.startswith("--") and (found := completions(shown[2:])):
-        return f"{shown} is ambiguous; it could be {', '.join(f'--{name}' for name in found)}"
+    if shown.startswith("--") and (names := completions(shown[2:])):
+        return f"{shown} is ambiguous; it could be {', '.join(f'--{name}' for name in names)}"
     return unknown(shown.lstrip("-"), shown)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from heapq import nlargest
 from itertools import accumulate
 from typing import Any
@@ -64,8 +64,6 @@ _SUMMARIES = (
 """(metric, attribute of Summaries with its window, attribute of Statistics with its sum)"""
 _COUNTS = {_HITS: "cache_hits", _MISSES: "cache_misses"}
 """Attributes of Statistics with the counts of these summaries; all others use success_count."""
-
-
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
 _SWITCHES = ("counter_latencies", "histogram_latencies", "summary_latencies")
 _NAMES = (*_SWITCHES, "summary_quantiles")
@@ -83,9 +81,6 @@ class MetricSettings(Struct, frozen=True):
     cpu: bool = True
     interval_s: float = 0.0
     """Minimum interval between samples of the machine's CPU usage."""
-
-
-DEFAULTS = MetricSettings()
 
 
 def metrics_config(text: str) -> tuple[str, Any]:
@@ -113,11 +108,6 @@ def _quantiles(text: str) -> tuple[float, ...]:
             raise ValueError(f"summary_quantiles: '{pair}' is not QUANTILE:ERROR with numbers from 0 to 1")
         quantiles.append(float(match[1]))
     return tuple(quantiles)
-
-
-def metric_settings(given: Sequence[tuple[str, Any]], cpu: bool, interval_s: float) -> MetricSettings:
-    """Merges the values of --metrics-config. If a setting is repeated, its last value counts."""
-    return MetricSettings(**dict(given), cpu=cpu, interval_s=interval_s)
 
 
 class _InstanceSamples(Struct):
@@ -148,7 +138,7 @@ class Metrics:
         process_of: Callable[[int], int],
         memory_of: Callable[[int], int],
         ready: Callable[[], bool],
-        settings: MetricSettings = DEFAULTS,
+        settings: MetricSettings,
     ) -> None:
         self._settings = settings
         self._state = state

@@ -9,7 +9,7 @@ from collections import Counter
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
 from shmserve.broker.observability.metric_definitions import FAMILIES
-from shmserve.broker.observability.metrics import DEFAULTS, Metrics, MetricSettings
+from shmserve.broker.observability.metrics import Metrics, MetricSettings
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.protocol.messages import Infer, Tensor
 from shmserve.shm.arena import Arena
@@ -18,6 +18,7 @@ from tests.support.core.fakes.client import FakeClient
 from tests.support.core.world import World
 
 MS = 1_000_000
+DEFAULTS = MetricSettings()
 Labels = frozenset[tuple[str, str]]
 
 
