@@ -44,12 +44,12 @@ def rankings(panels: Sequence[tuple[str, Sequence[Ranked]]], caption: str) -> st
         for index, one in enumerate(ranked):
             y = RANKED_TOP + index * RANKED_ROW
             length = max(1.0, RANKED_BAR * one.value / largest)
-            left = x + RANKED_NAMES
+            start = x + RANKED_NAMES
             parts.append(f'<text x="{x}" y="{y + 13}">{escape(one.name)}</text>')
             parts.append(
-                f'<rect x="{left}" y="{y}" width="{length:.1f}" height="{RANKED_ROW - 6}" fill="{one.color}"/>'
+                f'<rect x="{start}" y="{y}" width="{length:.1f}" height="{RANKED_ROW - 6}" fill="{one.color}"/>'
             )
-            parts.append(f'<text class="s" x="{left + length + 6:.1f}" y="{y + 13}">{escape(one.text)}</text>')
+            parts.append(f'<text class="s" x="{start + length + 6:.1f}" y="{y + 13}">{escape(one.text)}</text>')
     width = len(panels) * RANKED_WIDTH + RANKED_GAP
     height = RANKED_TOP + max(len(ranked) for _, ranked in panels) * RANKED_ROW + 28
     parts.append(f'<text class="s" x="{RANKED_GAP / 2}" y="{height - 10}">{escape(caption)}</text>')

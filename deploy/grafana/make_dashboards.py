@@ -718,7 +718,7 @@ DASHBOARDS = {"server.json": ONE, "fleet.json": MANY}
 
 def document(dashboard: Dashboard) -> dict[str, Any]:
     panels: list[dict[str, Any]] = []
-    top = 0
+    y = 0
     for row in dashboard.rows:
         panels.append(
             {
@@ -726,18 +726,18 @@ def document(dashboard: Dashboard) -> dict[str, Any]:
                 "type": "row",
                 "title": row.title,
                 "collapsed": False,
-                "gridPos": {"x": 0, "y": top, "w": WIDTH, "h": 1},
+                "gridPos": {"x": 0, "y": y, "w": WIDTH, "h": 1},
                 "panels": [],
             }
         )
-        left, top = 0, top + 1
+        x, y = 0, y + 1
         for panel in row.panels:
-            if left + panel.width > WIDTH:
-                left, top = 0, top + row.height
-            place = {"x": left, "y": top, "w": panel.width, "h": row.height}
+            if x + panel.width > WIDTH:
+                x, y = 0, y + row.height
+            place = {"x": x, "y": y, "w": panel.width, "h": row.height}
             panels.append(panel_document(len(panels) + 1, panel, place))
-            left += panel.width
-        top += row.height
+            x += panel.width
+        y += row.height
     source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"}
     return {
         "title": dashboard.title,
@@ -779,7 +779,7 @@ def panel_document(number: int, panel: Panel, place: dict[str, int]) -> dict[str
     if panel.colors is not None:
         options = {value: {"text": text, "color": color} for value, (text, color) in panel.colors.items()}
         defaults["mappings"] = [{"type": "value", "options": options}]
-    made = {
+    result = {
         "id": number,
         "type": panel.kind,
         "title": panel.title,
@@ -791,8 +791,8 @@ def panel_document(number: int, panel: Panel, place: dict[str, int]) -> dict[str
         "options": OPTIONS[panel.kind],
     }
     if panel.kind == "table":
-        made |= table_of_columns()
-    return made
+        result |= table_of_columns()
+    return result
 
 
 def table_of_columns() -> dict[str, Any]:
@@ -816,12 +816,17 @@ def table_of_columns() -> dict[str, Any]:
 
 
 def target(letter: str, panel: Panel, query: Query) -> dict[str, Any]:
-    made: dict[str, Any] = {"refId": letter, "datasource": DATASOURCE, "expr": query.expr, "legendFormat": query.legend}
+    result: dict[str, Any] = {
+        "refId": letter,
+        "datasource": DATASOURCE,
+        "expr": query.expr,
+        "legendFormat": query.legend,
+    }
     if panel.kind == "heatmap":
-        made["format"] = "heatmap"
+        result["format"] = "heatmap"
     if panel.kind == "table":
-        made |= {"format": "table", "instant": True, "range": False, "legendFormat": ""}
-    return made
+        result |= {"format": "table", "instant": True, "range": False, "legendFormat": ""}
+    return result
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -844,5 +849,5 @@ def text(dashboard: Dashboard) -> str:
 
 
 if __name__ == "__main__":
-    for name, made in DASHBOARDS.items():
-        (HERE / "dashboards" / name).write_text(text(made))
+    for name, dashboard in DASHBOARDS.items():
+        (HERE / "dashboards" / name).write_text(text(dashboard))

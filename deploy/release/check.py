@@ -37,24 +37,24 @@ def problems(root: Path, version: str) -> list[str]:
 def _of_metadata(text: str, version: str) -> list[str]:
     setup = configparser.ConfigParser(interpolation=None)
     setup.read_string(text)
-    metadata, found = setup["metadata"], []
+    metadata, faults = setup["metadata"], []
     if metadata["version"] != version:
-        found.append(f"setup.cfg: version is {metadata['version']}, not {version}")
-    found += [
+        faults.append(f"setup.cfg: version is {metadata['version']}, not {version}")
+    faults += [
         f"setup.cfg: [metadata] has no {key}, which PyPI shows: the public repository"
         for key in ("url", "project_urls")
         if not metadata.get(key)
     ]
-    return found
+    return faults
 
 
 def _of_lines(root: Path, version: str) -> list[str]:
-    found = []
+    faults = []
     for name, lines in NAMED.items():
         text = (root / name).read_text().splitlines()
         expected = [line.format(version) for line in lines]
-        found += [f"{name}: no line '{line.strip()}'" for line in expected if line not in text]
-    return found
+        faults += [f"{name}: no line '{line.strip()}'" for line in expected if line not in text]
+    return faults
 
 
 def _of_changes(text: str, version: str) -> list[str]:
@@ -64,21 +64,21 @@ def _of_changes(text: str, version: str) -> list[str]:
     title = next(filter(dated.fullmatch, sections), None)
     if title is None:
         return [f"CHANGELOG.md: no section '## {version} - YYYY-MM-DD'"]
-    found = [] if re.search("^- ", sections[title], re.MULTILINE) else [f"CHANGELOG.md: {title} has no entries"]
+    faults = [] if re.search("^- ", sections[title], re.MULTILINE) else [f"CHANGELOG.md: {title} has no entries"]
     if re.search("^- ", sections.get("Unreleased", ""), re.MULTILINE):
-        found.append("CHANGELOG.md: there are entries under Unreleased")
-    return found
+        faults.append("CHANGELOG.md: there are entries under Unreleased")
+    return faults
 
 
 def _of_git(root: Path, version: str) -> list[str]:
-    found = []
+    faults = []
     if _git(root, "status", "--porcelain"):
-        found.append("git: the checkout has changes that are not committed")
+        faults.append("git: the checkout has changes that are not committed")
     is_tagged = bool(_git(root, "tag", "--list", f"v{version}"))
     tagged = _git(root, "rev-list", "--max-count=1", f"v{version}", "--") if is_tagged else ""
     if is_tagged and tagged != _git(root, "rev-parse", "HEAD"):
-        found.append(f"git: the tag v{version} is at another commit, {tagged[:8]}")
-    return found
+        faults.append(f"git: the tag v{version} is at another commit, {tagged[:8]}")
+    return faults
 
 
 def _git(root: Path, *words: str) -> str:
@@ -89,9 +89,9 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: make release-check VERSION=X.Y.Z", file=sys.stderr)
         return 2
-    found = problems(ROOT, arguments[0])
-    print("\n".join(found) if found else f"{arguments[0]} can be released")
-    return 1 if found else 0
+    faults = problems(ROOT, arguments[0])
+    print("\n".join(faults) if faults else f"{arguments[0]} can be released")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -95,10 +95,10 @@ def _version() -> str:
 def _python(root: Path) -> int:
     """The minor version of the environment's Python."""
     text = (root / "opt/shmserve/pyvenv.cfg").read_text()
-    found = re.search(r"^version = 3\.(\d+)\.", text, re.MULTILINE)
-    if found is None:
+    match = re.search(r"^version = 3\.(\d+)\.", text, re.MULTILINE)
+    if match is None:
         raise SystemExit(f"{root}/opt/shmserve is not an environment of Python 3")
-    return int(found[1])
+    return int(match[1])
 
 
 def _output(*command: str) -> str:

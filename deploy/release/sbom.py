@@ -37,8 +37,8 @@ def sbom(wheel: Path) -> str:
             "--short-PURLs",
             folder,
         ]
-        found = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
-    text = json.dumps(about(json.loads(found), wheel), indent=2, sort_keys=True) + "\n"
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+    text = json.dumps(about(json.loads(output), wheel), indent=2, sort_keys=True) + "\n"
     if (error := JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)) is not None:
         raise ValueError(f"not a valid CycloneDX document: {error}")
     return text

@@ -385,10 +385,10 @@ class ServerProcess:
             elif every:
                 readings = self._repositories.read_all()
             else:
-                chosen = [name for given in settings.load_model for name in self._repositories.namesakes(given)]
+                chosen = [name for requested in settings.load_model for name in self._repositories.namesakes(requested)]
                 readings = [self._read(name) for name in chosen]
                 named = {reading.scanned.name for reading in readings}
-                needed = [found for reading in readings for found in needs(reading, self._repositories, named)]
+                needed = [member for reading in readings for member in needs(reading, self._repositories, named)]
         self._repositories.names = names
         log.info("serving %s; loading %d of %d model(s)", settings.runtime_dir, len(readings), len(names))
         self._operations.begin(readings, needed)

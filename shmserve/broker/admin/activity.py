@@ -186,15 +186,15 @@ class ActivityReport:
         }
 
 
-def _caller(found: activity.CallerActivity) -> Document:
-    caller = found.caller
+def _caller(entry: activity.CallerActivity) -> Document:
+    caller = entry.caller
     return {
         "number": -caller.number,
         "name": "caller",
         "user": caller.label,
         "plane": "",
-        "in_flight": found.in_flight,
-        "queued": found.queued,
+        "in_flight": entry.in_flight,
+        "queued": entry.queued,
         "requests": caller.finished,
         "request_ns": caller.finished_ns,
         "held_bytes": 0,

@@ -326,10 +326,10 @@ class Control:
             return None
         mark: list[object] = [model.reason, model.failed, model.traffic, is_on_disk, download]
         for version in model.versions.values():
-            found = _mark(version, now)
-            if found is None:
+            version_mark = _mark(version, now)
+            if version_mark is None:
                 return None
-            mark += found
+            mark += version_mark
             mark.append(version.source in self._changed_on_disk)
             for instance in version.instances:
                 if instance.peer:
@@ -424,7 +424,9 @@ class Control:
         one. `context`: the tokens that a text of a language model and its prompt may have."""
         now, language = time.time() - time.monotonic(), self._language()
         ready = self._core.state.ready
-        found = sorted(ready.items()) if not ask.model else [(name, ready[name]) for name in {ask.model} & ready.keys()]
+        chosen = (
+            sorted(ready.items()) if not ask.model else [(name, ready[name]) for name in {ask.model} & ready.keys()]
+        )
         return [
             {
                 "name": name,
@@ -433,7 +435,7 @@ class Control:
                 "context": language.get((version.model, str(version.number)), {}).get("context"),
                 "config": self._catalog.config_json(version.source),
             }
-            for name, version in found
+            for name, version in chosen
             if version.policy is not None and any(tensor.dtype == "BYTES" for tensor in version.policy.inputs)
         ]
 
@@ -444,10 +446,10 @@ class Control:
 
     def _report(self, ask: Ask) -> Any:
         version = self._find_one(ask)
-        found = self._origins(ask)
+        origins = self._origins(ask)
         metadata = self._metadata(ask) if version.policy is not None else None
         warnings = self._catalog.warnings_about(version.source)
-        return report.document(version, metadata, found["config"], found["text"], warnings)
+        return report.document(version, metadata, origins["config"], origins["text"], warnings)
 
     def _statistics(self, ask: Ask) -> Any:
         versions = self._find(ask) if ask.model else list(filter(self._is_listed, self._versions()))

@@ -57,8 +57,8 @@ def _one_from_toml(flag: Flag, value: Any, folder: Path) -> Any:
             types = (str,), "text" + (" or an array of it" if flag.repeatable else "")
     if not isinstance(value, types[0]) or (isinstance(value, bool) and flag.kind != "boolean"):
         raise ValueError(f"found {_toml_type(value)}, expected {types[1]}")
-    found = from_text(flag, str(value))
-    return folder / found if isinstance(found, Path) else found
+    converted = from_text(flag, str(value))
+    return folder / converted if isinstance(converted, Path) else converted
 
 
 def _toml_type(value: Any) -> str:
@@ -112,9 +112,9 @@ def _resource(text: str) -> tuple[str, int, int]:
 
 def _setting(text: str) -> tuple[str, str]:
     """`onnxruntime,key=value` -> ("onnxruntime,key", "value"); `key=value` is for all backends: (",key", "value")."""
-    name, given, value = text.partition("=")
+    name, equals, value = text.partition("=")
     backend, comma, key = name.rpartition(",")
-    if not given or not key or (comma and not backend) or "," in backend:
+    if not equals or not key or (comma and not backend) or "," in backend:
         raise ValueError(f"'{text}' is neither BACKEND,KEY=VALUE nor KEY=VALUE")
     return f"{backend},{key}", value
 

@@ -74,8 +74,8 @@ class AccessRules:
 
 def rule(text: str) -> Rule:
     """Parses a value of --access. Raises ValueError."""
-    who, given, roles = text.rpartition("=")
-    if not given:
+    who, equals, roles = text.rpartition("=")
+    if not equals:
         raise ValueError(f"'{text}' is not {FORM}")
     bits = roles_of(roles)
     if who == "*":

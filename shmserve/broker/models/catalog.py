@@ -53,14 +53,15 @@ BACKEND_PINS = "backend-pins"
 
 class VersionSource(Struct, eq=False):
     """The files and configuration of one version. `generation` contains its files; None: it has none, or they are read
-    in place. `completed` is the configuration as completed by its worker. `mark`: see `_mark`."""
+    in place. `written`, `config` and `completed`: the configuration as its owner wrote it, with the server's defaults,
+    and as completed by its worker. `mark`: see `_mark`."""
 
     number: int
     model: str
     version: int
     origin: Path
     generation: Generation | None
-    given: ModelConfig
+    written: ModelConfig
     config: ModelConfig
     kind: str
     digest: str
@@ -239,17 +240,17 @@ class Catalog:
 
     def _source(self, reading: Reading, version: int) -> int:
         """The number of the version's source: an existing one if nothing has changed, otherwise a new one."""
-        scanned, given = reading.scanned, reading.override
+        scanned, override = reading.scanned, reading.override
         assert scanned.config is not None
         assert scanned.written is not None
         snapshot = reading.snapshot
         digest = snapshot.of_version(version) if snapshot is not None else ""
-        config_digest = snapshot.of_configuration() if snapshot is not None and given is None else None
+        config_digest = snapshot.of_configuration() if snapshot is not None and override is None else None
         mark = _mark(reading, version)
-        kind = "override" if given is not None else "file" if scanned.file else ""
+        kind = "override" if override is not None else "file" if scanned.file else ""
         kept = None
-        if given is not None and given.folder is None and snapshot is not None:
-            kept = KeptConfig(given, snapshot.digest())
+        if override is not None and override.folder is None and snapshot is not None:
+            kept = KeptConfig(override, snapshot.digest())
         source = self._find_source(scanned.name, version, mark)
         if source is None:
             number, generation = next(self._numbers), reading.generations.get(version)
@@ -269,7 +270,7 @@ class Catalog:
         source.config_digest, source.kind, source.kept = config_digest, kind, kept
         source.prepared, source.tree = reading.prepared, reading.tree
         source.warnings = tuple(text for text, _ in self.warnings(reading))
-        source.config, source.given = scanned.config, scanned.written
+        source.config, source.written = scanned.config, scanned.written
         source.completed = source.completed and _regrouped(source.completed, scanned.config)
         return source.number
 
@@ -358,7 +359,7 @@ class Catalog:
         policy = compile_policy(config, source.version)
         is_complete = source.completed is not None
         source.completed = config
-        warnings = [] if is_complete else completion_warnings(source.given, config)
+        warnings = [] if is_complete else completion_warnings(source.written, config)
         source.warnings += tuple(warnings)
         return policy, warnings
 
@@ -390,7 +391,7 @@ class Catalog:
         """The origin of each value of the configuration, and the configuration as annotated text."""
         final = self.config(number)
         source = self._sources[number]
-        by_field = origins(source.given, final, source.config, source.kind or "file")
+        by_field = origins(source.written, final, source.config, source.kind or "file")
         return by_field, as_text(final, by_field)
 
 

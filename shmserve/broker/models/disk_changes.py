@@ -110,7 +110,7 @@ class DiskChanges:
             served = self.served_names()
             self._reader.run(lambda: self._read_again(served), lambda readings: self.renew(readings, None))
         else:
-            self._reader.run(self._read_everything, lambda found: self.renew(*found))
+            self._reader.run(self._read_everything, lambda result: self.renew(*result))
         self._reader.run(lambda: None, lambda _: then())  # queued behind the above; runs even if that failed
 
     def served_names(self) -> list[str]:

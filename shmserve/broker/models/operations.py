@@ -154,7 +154,7 @@ class ClientOperations:
         if what == "load":
             self._deploys[model] = deque()
             kept = self._catalog.kept_config(self._served(model))
-            self.reader.load(lambda: self._read(model, upload, kept), lambda found: self._deploy(job, *found), job)
+            self.reader.load(lambda: self._read(model, upload, kept), lambda result: self._deploy(job, *result), job)
             return
         upload.close()
         if body is None:
@@ -259,17 +259,17 @@ class ClientOperations:
     ) -> tuple[list[Reading], list[tuple[str, Reading]]]:
         """The model, in each namespace that has it, and the models that ensembles among them need."""
         try:
-            given = upload.unpack(self._settings.place, model)
+            override = upload.unpack(self._settings.place, model)
             names = self._repositories.namesakes(model)
-            readings = [self._repositories.read(name, given, kept, upload.versions) for name in names]
-            found = readings, [pair for reading in readings for pair in needs(reading, self._repositories, names)]
+            readings = [self._repositories.read(name, override, kept, upload.versions) for name in names]
+            result = readings, [pair for reading in readings for pair in needs(reading, self._repositories, names)]
         except NotDownloaded:  # retried after the download
             raise
         except BaseException:
             upload.close()
             raise
         upload.close()
-        return found
+        return result
 
     def _load_companions(self, needed: Collection[tuple[str, Reading]]) -> set[int]:
         """Deploys models that ensembles need and that are not served yet. Returns the operations in progress."""

@@ -158,8 +158,8 @@ def _checked(model: str, files: list[tuple[str, int]]) -> Mapping[str, int]:
         raise InvalidRequest(f"{text}; found '{escaped(model)}', expected {NAME_RULE}")
     sizes: dict[str, int] = {}
     folders: set[str] = set()
-    for given, size in files:
-        name = given.removeprefix("/") if _FROM_THE_MODEL.match(given) else given
+    for path, size in files:
+        name = path.removeprefix("/") if _FROM_THE_MODEL.match(path) else path
         parts = name.split("/")
         if not 1 < len(parts) <= LEVELS or not all(_harmless(part) for part in parts):
             raise InvalidRequest(

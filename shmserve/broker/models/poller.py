@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shmserve.broker.models.backend_files import KnownBackends
-from shmserve.broker.models.repositories import Reading, Repositories
+from shmserve.broker.models.repositories import Reading, Repositories, read_doubled
 from shmserve.errors import ServeError
 from shmserve.repo.remote.cache import tree_of
 from shmserve.repo.storage.snapshot import Snapshot, take
@@ -91,7 +91,7 @@ class Poll:
             if self._known.get(name) == digest:
                 return None
             self._known[name] = digest
-            return self._repositories.read_doubled(name, folders)
+            return read_doubled(name, folders)
         snapshot: Snapshot | None = None
         backend: Snapshot | None = None
         try:

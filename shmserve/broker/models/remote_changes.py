@@ -82,7 +82,7 @@ class RemoteChanges:
             self._disk_changes.check_now()
         else:
             self._operations.reader.run(
-                lambda: self._repositories.read_present(model), lambda found: self._read(model, found)
+                lambda: self._repositories.read_present(model), lambda reading: self._read(model, reading)
             )
 
     def failed(self, model: str, text: str) -> None:
@@ -93,11 +93,11 @@ class RemoteChanges:
         self._operations.untidy = True
         self._wake()
 
-    def _read(self, model: str, found: Reading | None) -> None:
-        if found is None:
+    def _read(self, model: str, reading: Reading | None) -> None:
+        if reading is None:
             self._disk_changes.unload_removed(model)
         else:
-            self._disk_changes.renew([found], None)
+            self._disk_changes.renew([reading], None)
 
     def reread(self, then: Callable[[], None]) -> None:
         """Downloads changes, then rereads the repositories, for SIGHUP."""
@@ -132,11 +132,11 @@ class RemoteChanges:
 
             self._remote.fetch(model, fetched)
 
-        def loaded(found: _Readings | str) -> None:
-            if isinstance(found, str):
-                fetch(found)
+        def loaded(result: _Readings | str) -> None:
+            if isinstance(result, str):
+                fetch(result)
                 return
-            reading, needed = found
+            reading, needed = result
             self._operations.begin([reading], needed)
             self._remaining_models -= 1
             if not self._remaining_models:

@@ -53,7 +53,7 @@ class Reading(NamedTuple):
 class KeptConfig(NamedTuple):
     """The configuration of a load call, valid until the model's files change; `files_digest` is their digest."""
 
-    given: LoadOverride
+    override: LoadOverride
     files_digest: str
 
 
@@ -117,8 +117,8 @@ class Repositories:
         """The models on disk that have this name, with their namespaces; the name itself if there are none."""
         if SEPARATOR in name:
             return [name]
-        found = [qualified(space, name) for root, space in self._namespaces.items() if os.path.isdir(root / name)]
-        return found or [name]
+        names = [qualified(space, name) for root, space in self._namespaces.items() if os.path.isdir(root / name)]
+        return names or [name]
 
     def resolve(self, name: str, near: str) -> str:
         """The full name of the model that a step of the ensemble `near` runs."""
@@ -129,28 +129,28 @@ class Repositories:
     def read(
         self,
         name: str,
-        given: LoadOverride | None = None,
+        override: LoadOverride | None = None,
         kept: KeptConfig | None = None,
         versions: Collection[int] = (),
     ) -> Reading:
         """Reads the model of that name, or the one that a load call provides. `versions`: see `scan_model`. Raises the
         errors of `find_model`."""
-        if given is not None and given.folder is not None:
-            return self.read_folder(given.folder, given, versions)
+        if override is not None and override.folder is not None:
+            return self.read_folder(override.folder, override, versions)
         self._refresh()
         roots = [root for root, space in self._namespaces.items() if space == namespace_of(name)]
         folder = find_model(roots or self._folders, plain(name) if roots else name)
         if is_absent(folder):
             raise NotDownloaded(name)
-        if given is None and kept is not None:
+        if override is None and kept is not None:
             current = _snapshot(folder)
-            given = kept.given if current is not None and current.digest() == kept.files_digest else None
-        return self.read_folder(folder, given, versions)
+            override = kept.override if current is not None and current.digest() == kept.files_digest else None
+        return self.read_folder(folder, override, versions)
 
     def read_folder(
         self,
         folder: Path,
-        given: LoadOverride | None = None,
+        override: LoadOverride | None = None,
         versions: Collection[int] = (),
         known: KnownBackends | None = None,
     ) -> Reading:
@@ -158,19 +158,19 @@ class Repositories:
         read so far in this pass; adds the model's backend."""
         if self._files is not None and (problem := self._files.problem(folder)):
             return Reading(ScannedModel.failed(folder.name, folder, problem), _snapshot(folder))
-        override = given.config if given is not None else None
+        config = override.config if override is not None else None
         generation: Generation | None = None
-        if given is not None and given.folder is not None and self._generations is not None:
-            generation = self._generations.adopt(given.folder)
+        if override is not None and override.folder is not None and self._generations is not None:
+            generation = self._generations.adopt(override.folder)
         tree, before = tree_of(folder), _snapshot(folder)
         for remaining in (2, 1, 0):
-            scanned = self._scan(folder, override, versions)
+            scanned = self._scan(folder, config, versions)
             kept: Mapping[int, Generation] = {}
             prepared: PreparedModel | None = None
             try:
-                prepared = self._prepare(scanned, before, generation, override)
+                prepared = self._prepare(scanned, before, generation, config)
                 if prepared is not None:
-                    scanned = self._scan(prepared.folder, override, versions, prepared=True)
+                    scanned = self._scan(prepared.folder, config, versions, prepared=True)
                     if prepared.base is not None and prepared.folder == prepared.base.folder:
                         kept = dict.fromkeys(scanned.versions, prepared.base)
                     else:
@@ -204,7 +204,7 @@ class Repositories:
             scanned = scanned._replace(path=folder)
         if folder.parent in self._namespaces:
             scanned = scanned._replace(name=qualified(self._namespaces[folder.parent], scanned.name))
-        return Reading(scanned, before, given, kept, findings, prepared, backend, tree)
+        return Reading(scanned, before, override, kept, findings, prepared, backend, tree)
 
     def _scan(
         self, folder: Path, override: Override | None, versions: Collection[int], prepared: bool = False
@@ -220,10 +220,10 @@ class Repositories:
         )
 
     def _backend(self, name: str, known: KnownBackends) -> BackendFiles | None:
-        found = known.get(name) or read_backend(name, self._directory, self._generations)
-        if found is not None:
-            known[name] = found
-        return found
+        backend = known.get(name) or read_backend(name, self._directory, self._generations)
+        if backend is not None:
+            known[name] = backend
+        return backend
 
     def _prepare(
         self, scanned: ScannedModel, snapshot: Snapshot | None, base: Generation | None, override: Override | None
@@ -275,10 +275,12 @@ class Repositories:
         return self._read_any(name, folders, {}) if folders else None
 
     def _read_any(self, name: str, folders: Sequence[Path], known: KnownBackends) -> Reading:
-        return self.read_folder(folders[0], known=known) if len(folders) == 1 else self.read_doubled(name, folders)
+        return self.read_folder(folders[0], known=known) if len(folders) == 1 else read_doubled(name, folders)
 
-    def read_doubled(self, name: str, folders: Sequence[Path]) -> Reading:
-        return Reading(ScannedModel.failed(name, folders[0], duplicate_text(name, len(folders))))
+
+def read_doubled(name: str, folders: Sequence[Path]) -> Reading:
+    """The reading of a model that is in several repositories, and is therefore not served."""
+    return Reading(ScannedModel.failed(name, folders[0], duplicate_text(name, len(folders))))
 
 
 def _need_copy(agents: ModelRepositoryAgents) -> bool:

@@ -230,11 +230,11 @@ def label(text: str) -> str:
 
 def labels(names: tuple[str, ...], values: tuple[str, ...]) -> str:
     """`a="x",b="y"`. With --model-namespacing, a model has a label more."""
-    given = list(zip(names, values, strict=True))
+    pairs = list(zip(names, values, strict=True))
     if names[:1] == ("model",) and SEPARATOR in values[0]:
-        given[0] = ("model", plain(values[0]))
-        given.append(("namespace", namespace_of(values[0])))
-    return ",".join(f'{name}="{label(value)}"' for name, value in given)
+        pairs[0] = ("model", plain(values[0]))
+        pairs.append(("namespace", namespace_of(values[0])))
+    return ",".join(f'{name}="{label(value)}"' for name, value in pairs)
 
 
 class Page:

@@ -59,13 +59,13 @@ DEFAULTS = TraceSetting(OFF, 1000, -1, 0)
 class TraceSettings:
     """Tells `traces`, in the core, what to sample. `known` returns the names of models."""
 
-    def __init__(self, given: Mapping[str, Any], traces: Traces, known: Callable[[], Collection[str]]) -> None:
+    def __init__(self, options: Mapping[str, Any], traces: Traces, known: Callable[[], Collection[str]]) -> None:
         self._traces = traces
         self._model_names = known
-        self._file = str(given.get("trace_file", ""))
-        self._mode = str(given.get("trace_mode", TRITON))
+        self._file = str(options.get("trace_file", ""))
+        self._mode = str(options.get("trace_mode", TRITON))
         names = TraceSetting.__struct_fields__
-        initial = {name: value for name, value in given.items() if name in names}
+        initial = {name: value for name, value in options.items() if name in names}
         if self._mode == OPENTELEMETRY:
             initial.setdefault("trace_level", ("TIMESTAMPS",))
         self._server = self._initial = TraceSetting(**initial).with_defaults(DEFAULTS)

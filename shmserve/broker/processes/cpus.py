@@ -42,8 +42,8 @@ def survey(
     return CoreSet(ours, nodes, dict(policies or {}), local, quota(cgroup, sys))
 
 
-def usable_cores(given: Collection[int] | None = None) -> tuple[int, ...]:
-    return tuple(sorted(os.sched_getaffinity(0) if given is None else given))
+def usable_cores(cores: Collection[int] | None = None) -> tuple[int, ...]:
+    return tuple(sorted(os.sched_getaffinity(0) if cores is None else cores))
 
 
 def numa_nodes(sys: Path, usable: Collection[int]) -> dict[int, tuple[int, ...]]:
@@ -95,14 +95,14 @@ def _limits(top: Path, group: str, limit: Callable[[Path], int]) -> list[int]:
     """The limits of the group and its ancestors. The root group has none, and a container cannot see the ancestors of
     its group."""
     path = top / group.strip("/")
-    found: list[int] = []
+    limits: list[int] = []
     while True:
         try:
-            found.append(limit(path))
+            limits.append(limit(path))
         except OSError:
-            found.append(0)
+            limits.append(0)
         if path == top or top not in path.parents:
-            return [cores for cores in found if cores]
+            return [cores for cores in limits if cores]
         path = path.parent
 
 
@@ -135,8 +135,8 @@ def cpu_list(text: str) -> tuple[int, ...]:
 def host_policy(text: str) -> tuple[str, HostPolicy]:
     """Parses `cpu,cpu-cores=0-3,8` or `gpu_0,numa-node=1`."""
     name, _, value = text.partition(",")
-    key, given, value = value.partition("=")
-    if not name or not given or key not in _KEYS:
+    key, equals, value = value.partition("=")
+    if not name or not equals or key not in _KEYS:
         raise ValueError(f"'{text}' is not NAME,cpu-cores=LIST with a LIST such as 0-3,8, or NAME,numa-node=N")
     if key == "numa-node":
         if not value.isdecimal():
@@ -149,12 +149,12 @@ def host_policy(text: str) -> tuple[str, HostPolicy]:
 
 
 def resolve(
-    given: Iterable[tuple[str, HostPolicy]], *, sys: Path = SYS, usable: Collection[int] | None = None
+    policies: Iterable[tuple[str, HostPolicy]], *, sys: Path = SYS, usable: Collection[int] | None = None
 ) -> dict[str, tuple[int, ...]]:
     """The cores of each policy. If a policy is repeated, its last cores and its last node count."""
     ours = usable_cores(usable)
     merged: dict[str, HostPolicy] = {}
-    for name, policy in given:
+    for name, policy in policies:
         before = merged.get(name, HostPolicy())
         node = before.node if policy.node is None else policy.node
         merged[name] = HostPolicy(policy.cores or before.cores, node)

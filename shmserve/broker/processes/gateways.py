@@ -289,10 +289,10 @@ def _already_reported() -> None:
     """The value of `_ended` after a stop or a failed start has been reported."""
 
 
-def arguments_of(given: Mapping[str, Any]) -> tuple[str, ...]:
+def arguments_of(options: Mapping[str, Any]) -> tuple[str, ...]:
     """The command line of a gateway with these options."""
     arguments: list[str] = []
-    for name, value in given.items():
+    for name, value in options.items():
         for one in value if isinstance(value, list) else [value]:
             arguments.append(f"--{name}" if one is True else f"--{name}={'false' if one is False else one}")
     return tuple(arguments)

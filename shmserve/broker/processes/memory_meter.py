@@ -63,9 +63,9 @@ class MemoryMeter:
         return LOADING_S if is_loading else POLL_S
 
     def _handle(self, reading: _Reading) -> None:
-        pids, found = reading
+        pids, sizes = reading
         shared = self._shared()
-        for peer, (own, peak) in found.items():
+        for peer, (own, peak) in sizes.items():
             known = self._state.instances.get(peer)
             if known is None or not own:  # the worker has exited
                 continue

@@ -65,8 +65,8 @@ class ProcessMemory:
         due = [pid for pid in pids if (known := self._measured.get(pid)) is None or known.at + pause <= now]
         return partial(_read, due) if due else None
 
-    def _handle(self, found: dict[int, _Measured]) -> None:
-        self._measured |= found
+    def _handle(self, measured: dict[int, _Measured]) -> None:
+        self._measured |= measured
 
 
 def _read(pids: list[int]) -> dict[int, _Measured]:

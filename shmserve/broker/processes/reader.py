@@ -58,11 +58,11 @@ class PeriodicReader(Generic[T]):
     def _run(self, work: Callable[[], T]) -> None:
         self._loop.call_soon_threadsafe(self._has_read, work())
 
-    def _has_read(self, found: T) -> None:
+    def _has_read(self, result: T) -> None:
         self._reading = False
         if self._closed:
             return
-        self._handle(found)
+        self._handle(result)
         if self._read_again:
             self._read_again = False
             self.read()

@@ -70,10 +70,10 @@ class GpuHealth:
     @property
     def reason(self) -> str:
         """Why the GPU is out of service, and what to do; "" if it is in service."""
-        found = self._problem() if self.has_failed else None
-        if found is None:
+        problem = self._problem() if self.has_failed else None
+        if problem is None:
             return ""
-        return f"{found.what}; {found.fix.format(pci=self._pci)}"
+        return f"{problem.what}; {problem.fix.format(pci=self._pci)}"
 
     @property
     def needs_reset(self) -> str:

@@ -175,19 +175,19 @@ class GpuMonitor:
     def _all_samples(self) -> list[Sample]:
         if not self._shown:
             return []
-        found = [one for watched in self._watched for one in watched.samples]
+        samples = [one for watched in self._watched for one in watched.samples]
         if self._report is not None and self._nvml is not None:
             reasons = self.out_of_service()
             for gpu in self._gpus:
-                found.append(Sample("shmserve_gpu_out_of_service", gpu.uuid, float(gpu.number in reasons)))
+                samples.append(Sample("shmserve_gpu_out_of_service", gpu.uuid, float(gpu.number in reasons)))
             for watched in self._watched:
                 needed = float(bool(watched.health.needs_reset))
-                found.append(Sample("shmserve_gpu_reset_needed", watched.uuid, needed))
-        found += [
+                samples.append(Sample("shmserve_gpu_reset_needed", watched.uuid, needed))
+        samples += [
             Sample("shmserve_gpu_xid_errors_total", uuid, count, str(xid))
             for (uuid, xid), count in sorted(self._xids.items())
         ]
-        return found
+        return samples
 
     # ------------------------------------------------------------------------------------ the thread
 

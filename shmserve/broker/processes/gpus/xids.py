@@ -82,10 +82,10 @@ def rule(text: str) -> tuple[int, str]:
 
 def fixes(rules: Iterable[tuple[int, str]]) -> dict[int, str]:
     """`FIXES`, changed by these rules. The last rule for an Xid applies."""
-    found = dict(FIXES)
+    result = dict(FIXES)
     for number, what in rules:
         if what == FATAL:
-            found.setdefault(number, RESET)
+            result.setdefault(number, RESET)
         else:
-            found.pop(number, None)
-    return found
+            result.pop(number, None)
+    return result
