@@ -95,7 +95,6 @@ class PeerLink:
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self._outbox_bytes = outbox_bytes
         self._linger_timer: Any = None
-        self._buffer = _shared_buffer
         self.flow = flow(self)
 
     @property
@@ -118,7 +117,7 @@ class PeerLink:
         if sock is None:
             return None
         try:
-            size, ancillary, flags, _ = sock.recvmsg_into([self._buffer], ANCILLARY_BYTES, _FLAGS)
+            size, ancillary, flags, _ = sock.recvmsg_into(_shared_buffers, ANCILLARY_BYTES, _FLAGS)
         except BlockingIOError:
             return None
         except ConnectionResetError:  # the kernel reports it before packets that the peer sent earlier: read those
@@ -257,12 +256,14 @@ class PeerLink:
             self.flow.sent(before - self.unsent_bytes)
 
     def cut_off(self, behind: str) -> None:
-        """Replaces unsent packets with a Goodbye that contains the reason, and ends the link."""
+        """Replaces unsent packets with a Goodbye that contains the reason, and ends the link, unless it has ended
+        already."""
         self._drop_unsent()
         text = f"this client does not read its responses: {behind}; read them, and connect again"
         self._unsent.append((wire.encode([Goodbye(Unavailable.code, text)]), []))
         self.closing = True
-        self._linger(f"it does not read its responses: {behind}")
+        if self._linger_timer is None:
+            self._linger(f"it does not read its responses: {behind}")
 
     def _linger(self, reason: str) -> None:
         """Ends the link for the broker. The peer has LINGER_S to read the unsent packets."""
@@ -297,9 +298,9 @@ class PeerLink:
             self._linger_timer.cancel()
 
 
-_shared_buffer = bytearray(PACKET_BYTES + 1)
+_shared_buffers = [bytearray(PACKET_BYTES + 1)]
 """Shared by all links, because decoding copies each packet before the next one is read."""
-_shared_view: Any = memoryview(_shared_buffer)
+_shared_view: Any = memoryview(_shared_buffers[0])
 _one_byte = bytearray(1)
 
 

@@ -50,6 +50,12 @@ class Ends:
             self.theirs.send(codec.encode([message]))
         self.theirs.close()
 
+    def fill(self) -> None:
+        """Blocks the output to the peer."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self.ours.send(bytes(60_000), socket.MSG_DONTWAIT)
+
     def until(self, holds: Callable[[], object]) -> None:
         async def turns() -> None:
             while not holds():
@@ -93,10 +99,17 @@ def test_the_last_messages_of_a_peer_are_read_before_its_end(ends: Ends, unread:
 
 
 def test_the_last_messages_are_read_while_output_to_the_peer_is_blocked(ends: Ends) -> None:
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            ends.ours.send(bytes(60_000), socket.MSG_DONTWAIT)
+    ends.fill()
     ends.say(Pong(1))
     ends.leave()
     ends.until(lambda: ends.ended)
     assert (ends.heard, ends.ended) == (LAST, [""])
+
+
+def test_a_link_that_waits_for_its_peer_to_read_ends_once(ends: Ends) -> None:
+    ends.fill()
+    ends.link.closing = True
+    ends.say(Pong(1))
+    assert ends.ended == [""]
+    ends.link.cut_off("it has too much unsent output")  # by the limit on the output of all clients
+    assert ends.ended == [""]
