@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -117,16 +118,27 @@ class Gateways:
 
     def _start(self, gateway: _Gateway) -> None:
         gateway.timer = None
-        ready_pipe, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        output = children.Output(self._loop, _LEVELS, partial(self._log, gateway.number))
+        try:
+            self._start_process(gateway)
+        except OSError as error:
+            self._handle_exit(gateway, 1, f"cannot start a process: {error.strerror}")
+
+    def _start_process(self, gateway: _Gateway) -> None:
+        """Raises OSError without leaving anything behind, for example if no descriptors are left."""
         ports = [
             word
             for endpoint, port in self.ports.items()
             if endpoint in PORTS
             for word in (f"--{endpoint}-port", str(port))
         ]
-        arguments = ["gateway", "--parent", str(os.getpid()), "--ready-fd", str(write_end), *self._options, *ports]
-        try:
+        with ExitStack() as undo, ExitStack() as child_ends:
+            ready_pipe, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            undo.callback(os.close, ready_pipe)
+            child_ends.callback(os.close, write_end)
+            output = children.Output(self._loop, _LEVELS, partial(self._log, gateway.number))
+            undo.callback(output.close)
+            child_ends.callback(os.close, output.write_end)
+            arguments = ["gateway", "--parent", str(os.getpid()), "--ready-fd", str(write_end), *self._options, *ports]
             process = subprocess.Popen(
                 [*python(), "-m", MODULE, *arguments],
                 stdin=subprocess.DEVNULL,
@@ -136,16 +148,11 @@ class Gateways:
                 env=children.environment(*_INHERITED),
                 **_OWN_GROUP,
             )
-        except OSError as error:
-            os.close(ready_pipe)
-            output.close()
-            self._handle_exit(gateway, 1, f"cannot start a process: {error.strerror}")
-            return
-        finally:
-            os.close(write_end)
-            os.close(output.write_end)
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+            gateway.pidfd = os.pidfd_open(process.pid)
+            undo.pop_all()
         gateway.process, gateway.output, gateway.ready_pipe = process, output, ready_pipe
-        gateway.pidfd = os.pidfd_open(process.pid)
         gateway.began = self._loop.time()
         gateway.is_open = False
         self.pids.add(process.pid)

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from shmserve.broker.observability.logs import log_record
@@ -69,9 +70,22 @@ class HelperProcess:
 
     def start(self) -> None:
         self._start_timer = None
-        ours, theirs = socket.socketpair(socket.AF_UNIX, self._kind.link)
-        output = children.Output(self._loop, _LEVELS, self._log)
         try:
+            self._start_process()
+        except OSError as error:
+            self._restart(f"cannot be started: {error.strerror}")
+        else:
+            self._started()
+
+    def _start_process(self) -> None:
+        """Raises OSError without leaving anything behind, for example if no descriptors are left."""
+        with ExitStack() as undo, ExitStack() as child_ends:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, self._kind.link)
+            undo.callback(ours.close)
+            child_ends.callback(theirs.close)
+            output = children.Output(self._loop, _LEVELS, self._log)
+            undo.callback(output.close)
+            child_ends.callback(os.close, output.write_end)
             ours.setblocking(False)
             process = subprocess.Popen(
                 [*python(), "-m", self._kind.module, str(theirs.fileno()), *self._arguments],
@@ -82,21 +96,15 @@ class HelperProcess:
                 env=children.environment(*self._kind.environment),
                 start_new_session=True,
             )
-        except OSError as error:
-            ours.close()
-            output.close()
-            self._restart(f"cannot be started: {error.strerror}")
-            return
-        finally:
-            theirs.close()
-            os.close(output.write_end)
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+            self._pidfd = os.pidfd_open(process.pid)
+            undo.pop_all()
         self._process, self.link, self._output = process, ours, output
-        self._pidfd = os.pidfd_open(process.pid)
         self._pids.add(process.pid)
         self._began = self._loop.time()
         self._loop.add_reader(self._pidfd, self._on_end)
         self._loop.add_reader(ours.fileno(), self._readable)
-        self._started()
 
     def stop_reading(self) -> None:
         """Stops watching the socket. Call at its end of file, when the process is about to exit."""
@@ -104,7 +112,7 @@ class HelperProcess:
         self._loop.remove_reader(self.link.fileno())
 
     def _log(self, level: str, text: str) -> None:
-        log_record(level, f"[{self._kind.label}] {text}", None)
+        log_record(level, f"[{self._kind.label}] {text}")
 
     def _on_end(self) -> None:
         assert self._process is not None
@@ -117,8 +125,7 @@ class HelperProcess:
     def _restart(self, why: str) -> None:
         self._consecutive_exits += 1
         pause = pause_ns(self._consecutive_exits, *PAUSES_NS) / 1e9
-        text = f"the process that {self._kind.purpose} {why}; starting it again in {pause:g} s"
-        log_record("error", text, None)
+        log_record("error", f"the process that {self._kind.purpose} {why}; starting it again in {pause:g} s")
         self._start_timer = self._loop.call_later(pause, self.start)
 
     def _release(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import os
+import signal
 import socket
 import subprocess
 from collections import deque
@@ -69,10 +70,10 @@ class Zygote:
     def _open(self) -> bool:
         if not self._remaining_exits:
             return False
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        with theirs:
-            try:
+        try:
+            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._control.setblocking(False)
                 _become_subreaper()
                 self._process = subprocess.Popen(
                     [*python(), "-m", "shmserve.workers.zygote", str(theirs.fileno()), ARGV_PLACEHOLDER],
@@ -82,12 +83,10 @@ class Zygote:
                     env=self._environment(),
                     start_new_session=True,
                 )
-            except OSError as error:
-                ours.close()
-                self._give_up(f"cannot start a process: {error.strerror}")
-                return False
-        self._control = ours
-        self._loop.add_reader(ours.fileno(), self._read)
+        except OSError as error:
+            self._give_up(f"cannot start a process: {error.strerror}")
+            return False
+        self._loop.add_reader(self._control.fileno(), self._read)
         return True
 
     def _read(self) -> None:
@@ -104,6 +103,9 @@ class Zygote:
             if what.isdecimal() and descriptors:
                 self._remaining_exits = MAX_EXITS
                 self._done(self._pending.popleft(), int(what), descriptors[0])
+            elif what.isdecimal():  # no descriptor was left for the pidfd, without which the worker cannot be watched
+                os.kill(int(what), signal.SIGKILL)
+                self._done(self._pending.popleft(), 0, -1)
             elif what == "failed":
                 self._done(self._pending.popleft(), 0, -1)
             elif what == "cannot":
