@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -42,7 +43,8 @@ class PeriodicReader(Generic[T]):
             self.read_later(self._pause())
             return
         self._reading = True
-        self._thread.submit(self._run, work)
+        reading = self._thread.submit(work)
+        reading.add_done_callback(partial(self._loop.call_soon_threadsafe, self._has_read))
 
     def read_later(self, seconds: float) -> None:
         """Reads after this time, unless a reading is in progress."""
@@ -55,16 +57,15 @@ class PeriodicReader(Generic[T]):
         self._timer.cancel()
         self._thread.shutdown()
 
-    def _run(self, work: Callable[[], T]) -> None:
-        self._loop.call_soon_threadsafe(self._has_read, work())
-
-    def _has_read(self, result: T) -> None:
+    def _has_read(self, reading: Future[T]) -> None:
         self._reading = False
         if self._closed:
             return
-        self._handle(result)
-        if self._read_again:
-            self._read_again = False
-            self.read()
-        else:
-            self.read_later(self._pause())
+        try:
+            self._handle(reading.result())
+        finally:  # read again even after a failure
+            if self._read_again:
+                self._read_again = False
+                self.read()
+            else:
+                self.read_later(self._pause())

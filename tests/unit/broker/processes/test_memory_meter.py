@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,14 @@ import pytest
 
 from shmserve.broker.processes.memory_meter import MIN_CHANGE, MemoryMeter
 from shmserve.broker.processes.process_memory import ProcessMemory
+from shmserve.broker.processes.reader import PeriodicReader
 from shmserve.core.events import Measured
 from shmserve.core.limits import Limits
 from shmserve.protocol.messages import Map
 from shmserve.system import procfs
 from tests.support.core.policies import plain
 from tests.support.core.world import World
+from tests.support.manual_loop import ThreadedLoop
 
 MIB = 1 << 20
 
@@ -105,3 +108,16 @@ def test_workers_are_measured_and_changes_reported() -> None:
     asyncio.run(measure())
     for _, instance in world.core.state.instances.values():
         assert instance.memory[0] > 5 * MIB
+
+
+def test_a_failed_reading_is_raised_and_repeated() -> None:
+    loop, results = ThreadedLoop(), list[int]()
+    works: list[Callable[[], int]] = [lambda: 1 // 0, lambda: 2]
+    reader = PeriodicReader(loop, "test", lambda: works.pop(0), results.append, lambda: 3.0)
+    reader.read()
+    with pytest.raises(ZeroDivisionError):
+        loop.run_one()
+    assert loop.fire() == 3.0
+    loop.run_one()
+    assert results == [2]
+    reader.close()
