@@ -100,7 +100,7 @@ class LoadProgress:
 
 def hints(runtime_dir: Path, is_default: bool, ports: Mapping[str, int]) -> str:
     """Example commands for the sample models."""
-    url = "" if is_default else f'runtime_dir="{runtime_dir}"'
+    url = "" if is_default else f"runtime_dir={str(runtime_dir)!r}"
     http = _HTTP.format(port=ports["http"]) if "http" in ports else ""
     return _HINTS.format(command=_command(), where=_where(runtime_dir, is_default), url=url, http=http)
 
@@ -117,8 +117,8 @@ def _command() -> str:
     if not beside.exists():
         return "shmserve"
     here = Path.cwd()
-    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
+    return shlex.quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))
 
 
 def _where(runtime_dir: Path, is_default: bool) -> str:
-    return "" if is_default else f" --runtime-dir {runtime_dir}"
+    return "" if is_default else f" --runtime-dir {shlex.quote(str(runtime_dir))}"

@@ -1,10 +1,14 @@
-"""The messages about the initial loading."""
+"""The startup messages."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
-from shmserve.broker.observability.progress import LoadProgress
+import pytest
+
+from shmserve.broker.observability.progress import LoadProgress, first_steps, hints
 from shmserve.core import events
 from tests.support.core.policies import plain
 from tests.support.core.world import World
@@ -45,3 +49,14 @@ def test_versions_are_reported_in_any_turn_and_failures_counted_at_the_end() -> 
     world.downloading = False
     world.turn([])
     assert world.failed == [2], "the refused model, and the one that was unloaded"
+
+
+def test_paths_in_the_example_commands_are_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "my env" / "python"))
+    (tmp_path / "my env").mkdir()
+    (tmp_path / "my env" / "shmserve").touch()
+    commands = first_steps("my model", Path("/run/my server"), is_default=False, ports={})
+    assert f"'{tmp_path}/my env/shmserve' infer 'my model' --random --runtime-dir '/run/my server'\n" in commands
+    text = hints(Path("/run/my server"), is_default=False, ports={})
+    assert " demo --runtime-dir '/run/my server'\n" in text
+    assert "shmserve.Client(runtime_dir='/run/my server')" in text
