@@ -106,12 +106,12 @@ class InstanceWorkers:
 
     def compiled(self, peer: int, streams: int, descriptor: int) -> Any:
         """The event for a Loaded, from its number of streams and the completed configuration in `descriptor`. Closes
-        the descriptor."""
+        the descriptor. Raises InvalidRequest."""
         config = read_descriptor(descriptor)
-        worker = self._state.instances.get(peer)
-        if worker is None:
-            return events.Garbled(0, "Loaded from a client that is not a worker")
-        version, _ = worker
+        known = self._state.instances.get(peer)
+        if known is None:
+            return events.Garbled(0, "Loaded from a worker whose instance has ended")
+        version, _ = known
         try:
             policy, warnings = self._catalog.complete(version.source, config)
             for text in warnings:

@@ -49,6 +49,8 @@ PINS = "pins"
 """Worker setting: path of pins.json, with the size and time of model files that were linked, not copied."""
 BACKEND_PINS = "backend-pins"
 """The same for the files of the model's backend."""
+CONFIG_BYTES = 4 << 20
+"""Maximum size of a configuration that a worker has completed."""
 
 
 class VersionSource(Struct, eq=False):
@@ -422,14 +424,17 @@ def _regrouped(completed: ModelConfig, config: ModelConfig) -> ModelConfig:
 
 def config_descriptor(config: ModelConfig) -> int:
     """A memfd with the configuration, which may exceed the maximum message size."""
+    data = encode_config(config)
     descriptor = os.memfd_create("shmserve-config", os.MFD_CLOEXEC)
-    os.pwrite(descriptor, encode_config(config), 0)
+    os.pwrite(descriptor, data, 0)
     return descriptor
 
 
-def read_descriptor(descriptor: int, limit: int = 4 << 20) -> bytes:
-    """Reads and closes a memfd that a worker has sent."""
+def read_descriptor(descriptor: int) -> bytes:
+    """Reads and closes a memfd that a worker has sent. Raises InvalidRequest."""
     try:
-        return os.pread(descriptor, limit, 0)
+        return os.pread(descriptor, CONFIG_BYTES, 0)
+    except OSError as error:  # for example a pipe
+        raise InvalidRequest(f"the descriptor of a configuration must be a memfd: {error.strerror}") from error
     finally:
         os.close(descriptor)

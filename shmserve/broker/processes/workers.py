@@ -169,9 +169,8 @@ class Workers:
         log_fields = {"model": effect.model, "version": effect.version, "instance": spec.name}
         output = children.Output(self._loop, _LEVELS, partial(self._log, spec.name, log_fields), folders)
         group = self._memory.group(peer, resources.memory)
-        arguments = arguments_of(spec, resources, str(group.processes) if group is not None else "") + self._variables(
-            spec
-        )
+        arguments = arguments_of(spec, resources, str(group.processes) if group is not None else "")
+        arguments += self._variables(spec)
         nice = LOAD_NICE if self._settings.is_ready() and not effect.urgent else 0
         arguments += ["--busy-poll-ns", str(self._settings.busy_poll_ns), "--load-nice", str(nice)]
         link = PeerLink(ours, peer, _codec, partial(EagerFlow, deliver=host.deliver), self._link_ended, self._loop)

@@ -194,6 +194,13 @@ def test_a_worker_cannot_change_the_model_name_or_complete_invalid_values(catalo
         catalog.config(first[1])
 
 
+def test_a_worker_cannot_pass_a_pipe_as_its_configuration() -> None:
+    read_end, write_end = os.pipe()
+    with pytest.raises(InvalidRequest, match="must be a memfd: Illegal seek"):
+        read_descriptor(read_end)
+    os.close(write_end)
+
+
 def test_a_worker_loads_the_files_as_they_were_read(catalog: Catalog, root: Path) -> None:
     """Large files are linked, and the order has their state."""
     number = sources(catalog)[1]
