@@ -32,7 +32,6 @@ DELAY_US = 10_000
 """Default delay of the model, so that throughput is limited by the server and not by a generator that shares its
 cores."""
 
-
 Take = Callable[[], WrkTurn]
 
 

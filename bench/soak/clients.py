@@ -25,7 +25,6 @@ HELD = 40
 PATIENCE = 30.0
 """Seconds after which a request counts as lost."""
 
-
 Allowed = dict[str, str]
 
 

@@ -9,12 +9,9 @@ from typing import Any
 
 DESCRIPTORS = 253
 """Maximum number of descriptors that the kernel passes with one packet (SCM_MAX_FD)."""
-
 _INT = array.array("i").itemsize
 ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS * _INT)
 """Ancillary buffer size for that many descriptors."""
-
-
 LOST = (
     "descriptors were lost because this process has too many open files; close some, or raise its limit "
     "(RLIMIT_NOFILE; LimitNOFILE= of a systemd unit)"

@@ -58,7 +58,7 @@ def refusal(action: str, roles: int, source: str = GIVEN_BY) -> ServeError:
 
 def no_role() -> ServeError:
     """The error for a connection without any role."""
-    return Denied("this user has no role; roles are granted by --access when the server is started")
+    return Denied(f"this user has no role; roles are granted by {GIVEN_BY}")
 
 
 def names(roles: int) -> list[str]:

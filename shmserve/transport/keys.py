@@ -9,6 +9,7 @@ Invariant: a secret key is stored in one file that only its owner can read, and 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -119,7 +120,7 @@ def write_pair(folder: Path, name: str, pair: Pair, roles: str) -> tuple[Path, P
     """Writes NAME.key and NAME.pub. Raises FileExistsError if either exists."""
     key, public = folder / f"{name}.key", folder / f"{name}.pub"
     if public.exists():
-        raise FileExistsError(17, "File exists", str(public))
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(public))
     text = (
         f"# The CURVE keys of {name}. This file is secret: anyone who can read it can impersonate {name}.\n"
         f"public-key = {pair.public}\nsecret-key = {pair.secret}\n"

@@ -51,7 +51,6 @@ examples:
       read the settings from a file, and raise the log level
 """
 
-
 BRIEF = """
 examples:
   shmserve serve resnet.onnx app.py

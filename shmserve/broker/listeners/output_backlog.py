@@ -13,6 +13,7 @@ BEHIND_BYTES = 1 << 20
 """A client with more unread output is behind: the broker neither reads its messages nor answers its queries. It has
 caught up at half of this. A single answer may be larger than this."""
 USERS = 4
+"""The limit for the clients of one user is the total divided by this."""
 
 
 class OutputReader(Protocol):

@@ -269,8 +269,8 @@ class ZmqRouter:
     def _disconnect_flooding(self, outbox: ZmqOutbox) -> None:
         text = (
             f"this client has sent more than {PENDING_MESSAGES} packets or {PENDING_BYTES} bytes while it was "
-            f"throttled, for protocol errors (client_errors) or to wait for its turn; wait for responses "
-            "before sending more"
+            "throttled for protocol errors (client_errors), was waiting for its turn, or had unread responses; read "
+            "responses before sending more"
         )
         self._try(outbox, [codec.encode([Goodbye(Unavailable.code, text)])])
         outbox.closing = True

@@ -15,20 +15,21 @@ import msgspec
 from shmserve.broker.observability.logs import FORMATS, log_record, set_up
 from shmserve.broker.observability.recent_records import RecentRecords
 from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.protocol.bodies import MALFORMED
 
 MAX_VERBOSE = 2**31 - 1
 _NAMES = ("log_file", "log_info", "log_warning", "log_error", "log_verbose_level", "log_format")
 
 
 class LogSettings:
-    """`tracing` is called with whether to log each batch; `recent` continues to get the records."""
+    """`log_batches` is called with whether to log each batch; `recent` continues to get the records."""
 
     def __init__(
-        self, settings: argparse.Namespace, tracing: Callable[[bool], None], recent: RecentRecords | None = None
+        self, settings: argparse.Namespace, log_batches: Callable[[bool], None], recent: RecentRecords | None = None
     ) -> None:
         self._recent = recent
         self._settings = argparse.Namespace(**vars(settings))
-        self._tracing = tracing
+        self._log_batches = log_batches
 
     def document(self) -> dict[str, Any]:
         """The settings in Triton's format. Omits the directory of the log file, which must not be disclosed."""
@@ -45,7 +46,7 @@ class LogSettings:
     def change(self, body: bytes) -> dict[str, Any]:
         """`body`: the changed settings as JSON. Raises InvalidRequest and Unsupported."""
         changes = {}
-        for name, value in setting_names(body, "log", _NAMES).items():
+        for name, value in decode_changes(body, "log", _NAMES).items():
             if value is not None:
                 changes[name] = _checked(name, value)
         if "log_verbose_level" in changes:
@@ -57,17 +58,18 @@ class LogSettings:
             except OSError as error:
                 raise InvalidRequest(f"cannot reopen the log file: {error.strerror}") from None
             self._settings = wanted
-            self._tracing(wanted.log_verbose > 1)
+            self._log_batches(wanted.log_verbose > 1)
             shown = ", ".join(f"{name} {value}" for name, value in changes.items())
             log_record("info", f"log settings changed: {shown}", changes)
         return self.document()
 
 
-def setting_names(body: bytes, what: str, known: tuple[str, ...]) -> Mapping[str, Any]:
-    """The JSON object of a change. Raises InvalidRequest for names that are not in `known`."""
+def decode_changes(body: bytes, what: str, known: tuple[str, ...]) -> Mapping[str, Any]:
+    """Setting -> new value, from the JSON object in `body`. Raises InvalidRequest for settings that are not in
+    `known`."""
     try:
         changes = msgspec.json.decode(body or b"{}", type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise InvalidRequest(f"settings of the {what} must be a JSON object: {error}") from None
     for name in changes:
         if name not in known:

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from shmserve.terminal.tables import bytes_text
 
 WINDOW_S = 1.0
-
-
 LINES = 200
 BYTES = 1 << 20
 """Limits per window and child."""

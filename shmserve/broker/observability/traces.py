@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from shmserve.broker.observability.log_settings import setting_names
+from shmserve.broker.observability.log_settings import decode_changes
 from shmserve.broker.observability.logs import log_record
 from shmserve.broker.observability.trace_tensors import Read, activities
 from shmserve.core.effects import Traced
@@ -98,7 +98,7 @@ class TraceSettings:
         """`body`: the changes as JSON; null restores the inherited value. Raises InvalidRequest and Unsupported."""
         if model:
             self._find(model)
-        changes = {name: _checked(name, value) for name, value in setting_names(body, "traces", NAMES).items()}
+        changes = {name: _checked(name, value) for name, value in decode_changes(body, "traces", NAMES).items()}
         mode = changes.pop("trace_mode", None) or self._mode
         if mode != self._mode:
             raise Unsupported(
@@ -213,7 +213,7 @@ class TraceFile:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            log_record("error", f"cannot write {len(pending)} lines of traces: {error.strerror}")
+            log_record("error", f"cannot write {len(pending)} lines of traces to {self._now}: {error.strerror}")
         else:
             self._ends[self._now] = end + len(data)
 

@@ -92,12 +92,18 @@ class SpanExporter:
         records, self._records = self._records, []
         for first in range(0, len(records), PACKET_RECORDS):
             piece = records[first : first + PACKET_RECORDS]
-            try:
-                if self._process.link is None:
-                    raise BlockingIOError
-                self._process.link.send(msgspec.msgpack.encode(piece))
-            except OSError:  # the process is behind, or has exited
+            if not self._send(piece):
                 self._counted.dropped += sum(record.spans(self._names) for record in piece)
+
+    def _send(self, records: list[SpanRecord]) -> bool:
+        """Returns False if the process is behind or has exited."""
+        if self._process.link is None:
+            return False
+        try:
+            self._process.link.send(msgspec.msgpack.encode(records))
+        except OSError:
+            return False
+        return True
 
     def metrics(self) -> str:
         """Metrics in Prometheus format."""

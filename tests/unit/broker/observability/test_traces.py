@@ -283,7 +283,7 @@ def test_without_a_file_traces_go_to_the_log_but_not_too_many(tmp_path: Path, ca
     file = TraceFile(ManualLoop(), tmp_path / "none" / "t", lambda model: 0, nothing)
     file.write(traced(1))
     file.close()
-    assert "cannot write 9 lines of traces: No such file or directory" in caplog.text
+    assert f"cannot write 9 lines of traces to {tmp_path}/none/t: No such file or directory" in caplog.text
 
 
 def test_flags_of_the_mode_opentelemetry() -> None:
