@@ -197,9 +197,9 @@ class More(Struct, array_like=True, tag=11, gc=False):
 
 class Hello(Struct, array_like=True, tag=6, gc=False):
     """First message of a connection. `outputs`: how large outputs are returned: memfd (lane), posix, or frames.
-    `leases`: on a lane, the client accepts Lease. `keeps`: it accepts ReplyHeld, and does not change
-    inputs in its nameless segments before Released. `offers`: it accepts a Lease that is an offer, and several requests
-    in flight over a lease."""
+    `leases`: on a lane, the client accepts Lease. `keeps`: it accepts ReplyHeld, and does not change inputs in its
+    nameless segments before Released. `offers`: it accepts a Lease that is an offer, and several requests in flight
+    over a lease."""
 
     protocol: int
     pid: Id
@@ -243,9 +243,7 @@ class Cancel(Struct, array_like=True, tag=8, gc=False):
 
 
 class Ask(Struct, array_like=True, tag=9, gc=False):
-    """A query about the server (live, ready, loaded, models, metadata, config, origins, statistics, metrics, log,
-    text_models, trace, traffic, service), or an operation (load, unload, restart, rollback, set_log, set_trace,
-    set_traffic, set_service, record). Answered with Answer; operations when they have completed.
+    """A query or an operation: `what` is in `roles.QUERIES`. Answered with Answer; operations when they have completed.
 
     `body`: arguments besides the model, see docs/wire.md. `more`: another Ask of the same request continues the body;
     the other fields are taken from the first one."""

@@ -45,6 +45,7 @@ def unknown(question: str) -> ServeError:
 
 
 GIVEN_BY = "--access when the server is started"
+"""What grants roles to connections of the broker, unless the refusal names another source."""
 
 
 def refusal(action: str, roles: int, source: str = GIVEN_BY) -> ServeError:

@@ -1,6 +1,6 @@
 """The body of a load call: a configuration, and files that replace the model's directory.
 
-    {"config": {...}, "files": [["1/model.onnx", 5120]]}\n      followed by the bytes of the files
+    {"config": {...}, "files": [["1/model.onnx", 5120]]} followed by the bytes of the files
 
 Invariant: files are written only below a new directory of the server, under names that cannot escape it.
 """
