@@ -5,6 +5,7 @@ Invariant: a process that has exited is not an error; all its values are 0.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -45,10 +46,13 @@ def parent(pid: int) -> int:
 
 
 def children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in (_PROC / f"{pid}/task/{pid}/children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+    """The child processes of a process, regardless of which thread started them."""
+    pids: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in os.listdir(_PROC / f"{pid}/task"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has exited
+                pids += map(int, (_PROC / f"{pid}/task/{task}/children").read_text().split())
+    return pids
 
 
 def descendants(pid: int) -> list[int]:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from shmserve.system import procfs
+
 log = logging.getLogger("shmserve")
 
 KILL_S = 2.0
@@ -53,7 +55,7 @@ class Deadline:
             os._exit(1)
 
     def _report(self, limit_s: float) -> str:
-        running = children()
+        running = procfs.children(os.getpid())
         names = self._names()
         shown = ", ".join(f"{names.get(pid) or _command(pid)} (pid {pid})" for pid in running[:NAMES])
         more = f" and {len(running) - NAMES} more" if len(running) > NAMES else ""
@@ -63,19 +65,10 @@ class Deadline:
         )
 
 
-def children() -> list[int]:
-    """Child processes of this process, regardless of which thread started them."""
-    pids: list[int] = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # the thread has exited
-            pids += map(int, (task / "children").read_text().split())
-    return pids
-
-
 def kill_children(limit_s: float) -> None:
     """Kills and reaps all child processes, including orphans that become children when their parents are killed."""
     end = time.monotonic() + limit_s
-    while (remaining := children()) and time.monotonic() < end:
+    while (remaining := procfs.children(os.getpid())) and time.monotonic() < end:
         for pid in remaining:
             for kill in (os.kill, os.killpg):  # each leads its own session once it has called setsid
                 with contextlib.suppress(OSError):
