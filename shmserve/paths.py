@@ -28,12 +28,7 @@ def default_runtime_dir() -> Path:
 
     Clients use /run/shmserve if they may enter it, servers if they may write to it (`server_runtime_dir`).
     """
-    named = os.environ.get("SHMSERVE_RUNTIME_DIR")
-    if named:
-        return Path(named)
-    if SERVICE.is_dir() and os.access(SERVICE, os.X_OK):
-        return SERVICE
-    return _of_user()
+    return _runtime_dir(os.X_OK)
 
 
 def client_runtime_dir() -> Path:
@@ -54,12 +49,7 @@ def client_runtime_dir() -> Path:
 
 def server_runtime_dir() -> Path:
     """Like `default_runtime_dir`, for a server that is started manually: /run/shmserve only if it may write there."""
-    named = os.environ.get("SHMSERVE_RUNTIME_DIR")
-    if named:
-        return Path(named)
-    if SERVICE.is_dir() and os.access(SERVICE, os.W_OK):
-        return SERVICE
-    return _of_user()
+    return _runtime_dir(os.W_OK)
 
 
 def cache_dir(runtime_dir: Path) -> Path:
@@ -109,7 +99,13 @@ def _working_dir() -> str | None:
         return None
 
 
-def _of_user() -> Path:
+def _runtime_dir(service_access: int) -> Path:
+    """`service_access`: what this process must be able to do with /run/shmserve to use it."""
+    named = os.environ.get("SHMSERVE_RUNTIME_DIR")
+    if named:
+        return Path(named)
+    if SERVICE.is_dir() and os.access(SERVICE, service_access):
+        return SERVICE
     session = os.environ.get("XDG_RUNTIME_DIR")
     if session:
         return Path(session) / "shmserve"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.dtypes import to_numpy
+from shmserve.dtypes import from_bfloat16, to_numpy
 from shmserve.errors import InvalidRequest
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -85,7 +85,7 @@ def _floats(array: Array, value: Any, dtype: str) -> Array:
     with np.errstate(over="ignore"):
         if wanted.kind == "u":  # BF16 without ml_dtypes
             converted = bfloat16_bits(array.astype(np.float32))
-            rounded = np.asarray(converted.astype(np.uint32) << 16, np.uint32).view(np.float32)
+            rounded = from_bfloat16(converted)
         else:
             converted = rounded = array.astype(wanted)
     wrong = np.isinf(rounded) & np.isfinite(array)
