@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from shmserve.errors import ServeError, Unavailable
 from shmserve.protocol.messages import Failure
 from shmserve.protocol.worker_messages import Load, Probed
-from shmserve.repo.backends import DIRECTORY
+from shmserve.repo.backends import BACKEND_PINS, CUDA_POOL_LIMIT, DIRECTORY, OUTPUT_LIMIT, PINS
 from shmserve.repo.config.schema import ModelConfig, decode_config
 from shmserve.repo.files.companions import read_labels
 from shmserve.repo.storage.snapshot import Look, changed
@@ -27,7 +27,7 @@ from shmserve.workers.batch.specs import inputs_of, outputs_of
 from shmserve.workers.hidden_tensors import hidden_tensors_of
 from shmserve.workers.inbox import WorkerInbox
 from shmserve.workers.model_calls.answer import Trace
-from shmserve.workers.output_arenas import GPU_SETTING, HOST_SETTING, LIMIT_BYTES, Arenas, near_limit
+from shmserve.workers.output_arenas import LIMIT_BYTES, Arenas, near_limit
 from shmserve.workers.process.device import device_of
 from shmserve.workers.process.log import log_traceback, missing_module, public, text_of
 from shmserve.workers.runner import Runner, runner_of
@@ -35,10 +35,6 @@ from shmserve.workers.runner import Runner, runner_of
 if TYPE_CHECKING:
     from shmserve.workers.outbox import Outbox
 
-PINS = "pins"
-"""The setting in Load that names the file with the size, mtime and inode of files that were not copied."""
-BACKEND_PINS = "backend-pins"
-"""The same for the files of a backend that is not built in."""
 THREADS = "SHMSERVE_THREADS"
 """The environment variable with the number of threads that an engine may use."""
 
@@ -76,11 +72,11 @@ def load(
     folder = Path(order.model_dir)
     versioned = folder / str(order.version)
     context = Context(order.model, order.version, order.instance, folder, versioned, order.settings, _threads())
-    limit = int(order.settings.get(HOST_SETTING, LIMIT_BYTES))
+    limit = int(order.settings.get(OUTPUT_LIMIT, LIMIT_BYTES))
     pins = _pins(order, config)
     _check_unchanged(pins)
     kind = kind_of(config, context)
-    on_gpu = near_limit(order.settings.get(GPU_SETTING, ""), device.number)
+    on_gpu = near_limit(order.settings.get(CUDA_POOL_LIMIT, ""), device.number)
     arenas = Arenas(order.owner, outbox, mapped, limit, on_gpu)
     inbox: WorkerInbox | None = None
     if outbox is not None:

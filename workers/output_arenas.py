@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
 from shmserve.protocol.messages import Handle, Map, Unmap
+from shmserve.repo.backends import CUDA_POOL_LIMIT, OUTPUT_LIMIT
 from shmserve.shm.arena import Arena
 from shmserve.shm.extents import memfd, posix
 from shmserve.workers.process.log import log_message
@@ -28,9 +29,7 @@ if TYPE_CHECKING:
 INTERNAL = "internal"
 """The audience of memory that only workers read."""
 LIMIT_BYTES = 4 * 1024 * 1024 * 1024
-HOST_SETTING = "worker-output-bytes"
 NEAR_BYTES = 1024 * 1024 * 1024
-GPU_SETTING = "cuda-memory-pool-byte-size"
 
 
 def near_limit(text: str, device: int) -> int:
@@ -145,7 +144,7 @@ class Arenas:
             limit_bytes=self.near_limit if on_gpu else self.limit,
             announce=announce,
             withdraw=None if on_gpu else self._withdraw,
-            setting=GPU_SETTING if on_gpu else HOST_SETTING,
+            setting=CUDA_POOL_LIMIT if on_gpu else OUTPUT_LIMIT,
             numbers=self._numbers,
             what="GPU memory" if on_gpu else "shared memory",
         )
@@ -169,7 +168,7 @@ class Arenas:
         if committed + size > self.near_limit:
             raise Unavailable(
                 f"no room for {size} bytes of GPU memory, which is allocated in units of {UNIT_BYTES}: {committed} of "
-                f"{self.near_limit} bytes are committed; raise {GPU_SETTING}"
+                f"{self.near_limit} bytes are committed; raise {CUDA_POOL_LIMIT}"
             )
         return self._gpu.make(size)
 
@@ -204,7 +203,7 @@ class Arenas:
         if committed + size > self.limit:
             raise Unavailable(
                 f"no room for outputs: {self.used} bytes are held by callers, {committed} of {self.limit} bytes are "
-                f"committed and {size} more are needed; raise {HOST_SETTING}, or drop results that are no longer needed"
+                f"committed and {size} more are needed; raise {OUTPUT_LIMIT}, or drop results that are no longer needed"
             )
 
     def _announce(self, segment: Segment, audience: str) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from msgspec import Struct
 
 from shmserve.errors import NotFound
+from shmserve.repo.backends import NO_COMPLETION
 from shmserve.repo.config.complete import DEFAULT_MAX_BATCH
 from shmserve.repo.rules.values import flag_in, whole_in
 from shmserve.workers.model_calls.answer import failure_of
@@ -100,7 +101,7 @@ class Context(Struct, frozen=True):
 
     @property
     def auto_complete(self) -> bool:
-        return self.settings.get("disable-auto-complete-config", "false") != "true"
+        return self.settings.get(NO_COMPLETION, "false") != "true"
 
     def failure_of(self, error: Exception) -> Failure:
         """Returns the error for callers when the model has failed outside `execute`; the log gets the traceback."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.gpu.interface import ALIGN
+from shmserve.repo.backends import PINNED_LIMIT
 from shmserve.shm.views import address_of, hold_of
 from shmserve.workers.gpu.shared import DevicePiece
 
@@ -30,7 +31,6 @@ DIRECT_BYTES = 64 * 1024
 """Pieces of at least this size are copied directly to the device. Smaller ones are gathered first, because each copy
 has a fixed cost."""
 PINNED_BYTES = 256 * 1024 * 1024
-PINNED_SETTING = "pinned-memory-pool-byte-size"
 RECENT_USES = 64
 """A segment that was used this recently is not evicted: segments in use would evict each other in every batch, and each
 eviction waits for the device."""
@@ -38,7 +38,7 @@ eviction waits for the device."""
 
 def pinned_limit(settings: Mapping[str, str]) -> int:
     """The bytes of callers' memory that a process may pin."""
-    return int(settings.get(PINNED_SETTING, PINNED_BYTES))
+    return int(settings.get(PINNED_LIMIT, PINNED_BYTES))
 
 
 class Staging:

@@ -23,9 +23,10 @@ from msgspec import Struct
 
 from shmserve.dtypes import elements
 from shmserve.errors import Internal, Unavailable
+from shmserve.repo.backends import PINNED_LIMIT
 from shmserve.repo.parameters import OVERLAP, RETRY
 from shmserve.shm.views import address_of
-from shmserve.workers.backends.device_buffers import PINNED_SETTING, Feed, Pinned, Staging, pinned_limit
+from shmserve.workers.backends.device_buffers import Feed, Pinned, Staging, pinned_limit
 from shmserve.workers.gpu.api import PRIORITIES
 from shmserve.workers.process.exit_codes import Exit
 from shmserve.workers.process.log import log_message
@@ -139,7 +140,7 @@ class DeviceSlot:
         except Unavailable as error:
             self._stage_all = False
             log_message(
-                f"copies of outputs block the next batch: {error}; set a higher --{PINNED_SETTING}, so that they need "
+                f"copies of outputs block the next batch: {error}; set a higher --{PINNED_LIMIT}, so that they need "
                 "no staging",
                 "warning",
             )

@@ -32,7 +32,16 @@ from shmserve.paths import LANE, cache_dir, server_runtime_dir
 from shmserve.protocol.namespaces import namespace
 from shmserve.repo.agents.chains import AgentSettings
 from shmserve.repo.agents.registry import directory_problem
-from shmserve.repo.backends import DIRECTORY, LANE_ADDRESS, VERBOSE, backend_directory_problem
+from shmserve.repo.backends import (
+    CUDA_POOL_LIMIT,
+    DIRECTORY,
+    LANE_ADDRESS,
+    NO_COMPLETION,
+    OUTPUT_LIMIT,
+    PINNED_LIMIT,
+    VERBOSE,
+    backend_directory_problem,
+)
 from shmserve.repo.compile import CoreSet
 from shmserve.repo.remote.address import RemoteAddress, is_remote, parse_address
 from shmserve.repo.remote.stores import missing_package
@@ -49,10 +58,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-OUTPUT_LIMIT = "worker-output-bytes"
-CUDA_POOL_LIMIT = "cuda-memory-pool-byte-size"
-PINNED_LIMIT = "pinned-memory-pool-byte-size"
-"""Keys of the worker settings with these limits."""
 SETTLE_S = 1.0
 """Longest value of `settle_s`."""
 _OF_GATEWAYS = frozenset(limit.name for limit in GATEWAY_LIMITS)
@@ -210,7 +215,7 @@ def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
             f"{gpu}:{size}" for gpu, size in settings.cuda_memory_pool_byte_size
         )
     if settings.disable_auto_complete_config:
-        worker_settings["disable-auto-complete-config"] = "true"
+        worker_settings[NO_COMPLETION] = "true"
     if settings.backend_directory is not None:
         worker_settings[DIRECTORY] = str(settings.backend_directory.absolute())
     if settings.log_verbose:

@@ -27,7 +27,7 @@ from shmserve.errors import InvalidRequest, NotFound
 from shmserve.protocol.namespaces import namespace_of, plain
 from shmserve.protocol.worker_messages import Load
 from shmserve.repo.agents.chains import PreparedModel
-from shmserve.repo.backends import DIRECTORY, SOURCE_FILE
+from shmserve.repo.backends import BACKEND_PINS, DIRECTORY, PINS, SOURCE_FILE
 from shmserve.repo.compile import (
     CoreSet,
     compile_instances,
@@ -45,10 +45,6 @@ from shmserve.repo.rules.fields import completion_warnings, unknown_policies, ve
 from shmserve.repo.storage.generation import Generation
 from shmserve.repo.storage.store import ScannedModel
 
-PINS = "pins"
-"""Worker setting: path of pins.json, with the size and time of model files that were linked, not copied."""
-BACKEND_PINS = "backend-pins"
-"""The same for the files of the model's backend."""
 CONFIG_BYTES = 4 << 20
 """Maximum size of a configuration that a worker has completed."""
 

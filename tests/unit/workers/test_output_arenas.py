@@ -9,7 +9,7 @@ import pytest
 
 from shmserve.errors import Unavailable
 from shmserve.protocol.messages import Handle
-from shmserve.workers.output_arenas import HOST_SETTING
+from shmserve.repo.backends import OUTPUT_LIMIT
 from tests.support.workers.batch_parts import Memory
 
 SIZE = 1_000_000
@@ -25,7 +25,7 @@ def test_outputs_are_limited_until_they_are_returned(memory: Memory, capfd: pyte
     arenas = memory.arenas
     arenas.limit = 2 << 20
     first, second = (arenas.allocate("internal", SIZE).handle() for _ in range(2))
-    with pytest.raises(Unavailable, match=HOST_SETTING):
+    with pytest.raises(Unavailable, match=OUTPUT_LIMIT):
         arenas.allocate("internal", SIZE)
     arenas.free([first])
     assert arenas.allocate("internal", SIZE).handle() == first, "the block that was freed last is used first"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shmserve.errors import InvalidRequest, ServeError, Unavailable, Unsupported
+from shmserve.repo.backends import PINNED_LIMIT
 from shmserve.workers.backends.native.records import GPU, PINNED
 from shmserve.workers.model_calls.answer import triton_number
 
@@ -70,7 +71,7 @@ class MemoryManager:
     def _new(self, kind: int, size: int) -> int:
         if not self._on_gpu:
             raise Unsupported(f"instance '{self._instance}' is not on a GPU: use memory on the host")
-        from shmserve.workers.backends.device_buffers import PINNED_SETTING, pinned_limit  # only with a GPU
+        from shmserve.workers.backends.device_buffers import pinned_limit  # only with a GPU
         from shmserve.workers.gpu import api
 
         device = self._device = self._device or api.open_device()
@@ -81,7 +82,7 @@ class MemoryManager:
         if used + size > limit:
             raise Unavailable(
                 f"no {size} bytes of pinned memory for instance '{self._instance}': {used} of {limit} bytes are in use "
-                f"(--{PINNED_SETTING})"
+                f"(--{PINNED_LIMIT})"
             )
         return device.allocate_host(size)
 

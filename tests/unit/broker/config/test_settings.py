@@ -21,13 +21,13 @@ from shmserve.broker.processes.cpus import host_policy
 from shmserve.core.limits import Limits
 from shmserve.core.owners.rate_limiter import ANY, SHARED
 from shmserve.protocol.roles import INFER, OBSERVE
-from shmserve.repo.backends import DIRECTORY
+from shmserve.repo.backends import DIRECTORY, OUTPUT_LIMIT
 from shmserve.repo.compile import CoreSet
 from shmserve.repo.remote import stores
 from shmserve.settings.flag import Flag
 from shmserve.settings.table import FLAGS, GROUPS, TRITON
 from shmserve.system.polling import POLL_NS
-from shmserve.workers.output_arenas import HOST_SETTING, LIMIT_BYTES, NEAR_BYTES, near_limit
+from shmserve.workers.output_arenas import LIMIT_BYTES, NEAR_BYTES, near_limit
 from tests.support.cases import cases
 from tests.support.docs import pages
 
@@ -326,7 +326,7 @@ def test_settings_for_workers(base: list[str]) -> None:
     found = settings.parse(base)
     pool = {"pinned-memory-pool-byte-size": str(256 << 20)}
     pool["lane-address"] = f"unix://{found.runtime_dir.absolute()}/lane.sock"
-    assert settings.backend_settings(found) == {HOST_SETTING: str(LIMIT_BYTES)} | pool
+    assert settings.backend_settings(found) == {OUTPUT_LIMIT: str(LIMIT_BYTES)} | pool
     backends = ["--backend-config=default-max-batch-size=8", "--backend-config", "python,a=1"]
     more = ["--backend-config=python,a=2", "--disable-auto-complete-config", "--worker-output-bytes", "1MiB"]
     found = settings.parse([*base, *backends, *more])
@@ -334,7 +334,7 @@ def test_settings_for_workers(base: list[str]) -> None:
         ",default-max-batch-size": "8",
         "python,a": "2",
         "disable-auto-complete-config": "true",
-        HOST_SETTING: "1048576",
+        OUTPUT_LIMIT: "1048576",
         **pool,
     }
     # Memory for tensors that stay on a GPU.

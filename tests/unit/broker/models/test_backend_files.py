@@ -12,14 +12,14 @@ import pytest
 from shmserve.broker.models import backend_files as module
 from shmserve.broker.models import poller
 from shmserve.broker.models.backend_files import read_backend
-from shmserve.broker.models.catalog import BACKEND_PINS, Catalog, read_descriptor
+from shmserve.broker.models.catalog import Catalog, read_descriptor
 from shmserve.broker.models.differences import compare
 from shmserve.broker.models.poller import Poll
 from shmserve.broker.models.repositories import Reading, Repositories
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy
 from shmserve.errors import InvalidRequest
-from shmserve.repo.backends import DIRECTORY, ENVIRONMENT_FILE
+from shmserve.repo.backends import BACKEND_PINS, DIRECTORY, ENVIRONMENT_FILE
 from shmserve.repo.compile import CoreSet
 from shmserve.repo.storage.generation import DEFAULT, Generations, Sizes
 from shmserve.repo.storage.snapshot import Snapshot, changed, take

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.broker.models import repositories as module
-from shmserve.broker.models.catalog import PINS, Catalog, read_descriptor
+from shmserve.broker.models.catalog import Catalog, read_descriptor
 from shmserve.broker.models.overrides import LoadOverride
 from shmserve.broker.models.repositories import Reading, Repositories
 from shmserve.core.effects import Spawn
@@ -22,6 +22,7 @@ from shmserve.core.events import Deploy, Event, Refuse
 from shmserve.core.policy import InstanceSpec
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.protocol.worker_messages import Load
+from shmserve.repo.backends import PINS
 from shmserve.repo.compile import CoreSet
 from shmserve.repo.config.override import parse_override
 from shmserve.repo.config.schema import ModelConfig, as_triton_json, decode_config, encode_config

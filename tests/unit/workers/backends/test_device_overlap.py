@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from shmserve.protocol.worker_messages import rows_of
+from shmserve.repo.backends import PINNED_LIMIT
 from shmserve.repo.config import schema
-from shmserve.workers.backends.device_buffers import PINNED_SETTING
 from shmserve.workers.runner import OverlappingRunner, StackedRunner
 from tests.support.workers.gpu.device_pair import Pair, arrays
 from tests.support.workers.gpu.harness import Instance, adder, plan, tensor
@@ -140,7 +140,7 @@ def test_segments_in_use_are_not_evicted(gpu: Gpu, tmp_path: Path) -> None:
     (x,) = rows(1, width=40_000)
     limit = 1 << 30
     for _ in range(2):  # the first time to learn the size of the segment
-        with gpu.load(tmp_path, settings={PINNED_SETTING: str(limit)}) as instance:
+        with gpu.load(tmp_path, settings={PINNED_LIMIT: str(limit)}) as instance:
             work = instance.work(x=x)
             limit = instance.client.segments[0].size
             for _ in range(2):
@@ -153,14 +153,14 @@ def test_segments_in_use_are_not_evicted(gpu: Gpu, tmp_path: Path) -> None:
 
 def test_outputs_are_copied_without_pinned_memory(gpu: Gpu, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     adder(tmp_path, 40_000)
-    with gpu.load(tmp_path, settings={PINNED_SETTING: "0"}) as instance:
+    with gpu.load(tmp_path, settings={PINNED_LIMIT: "0"}) as instance:
         gpu.state.failures["hostAlloc"] = 2
         gpu.clear()
         check(instance, 1, width=40_000)
         check(instance, 1, width=40_000)
         assert copied_to_pinned(gpu) == [False, False]
         assert capfd.readouterr().err.count("copies of outputs block the next batch") == 1
-    with gpu.load(tmp_path, config(parameters=NO_OVERLAP), settings={PINNED_SETTING: "0"}) as instance:
+    with gpu.load(tmp_path, config(parameters=NO_OVERLAP), settings={PINNED_LIMIT: "0"}) as instance:
         gpu.clear()
         check(instance, 1, width=40_000)
         assert copied_to_pinned(gpu) == [False]

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.broker.config.settings import CUDA_POOL_LIMIT
 from shmserve.errors import Unavailable
 from shmserve.gpu.interface import UNIT_BYTES
 from shmserve.protocol.messages import Handle
 from shmserve.protocol.worker_messages import Load
+from shmserve.repo.backends import CUDA_POOL_LIMIT
 from shmserve.repo.config.schema import ModelInstanceGroup
 from shmserve.workers.loading import load
-from shmserve.workers.output_arenas import GPU_SETTING
 from tests.support.workers.batch_parts import Memory
 from tests.support.workers.gpu.device_pair import WIDTH, Pair, arrays
 from tests.support.workers.gpu.tensorrt_harness import Gpu
@@ -33,10 +32,6 @@ def memory(gpu: Gpu) -> Iterator[Memory]:
     made.close()
 
 
-def test_the_broker_and_the_worker_use_one_name_for_the_setting() -> None:
-    assert GPU_SETTING == "cuda-memory-pool-byte-size" == CUDA_POOL_LIMIT
-
-
 def used(gpu: Gpu) -> int:
     """Bytes of device memory in use."""
     return sum(memory.size for memory in gpu.state.device.values())
@@ -47,7 +42,7 @@ def test_memory_is_committed_in_units_within_one_limit_for_all_audiences(gpu: Gp
     for audience in ("internal", "uid:1"):
         memory.arenas.allocate_near(audience, UNIT_BYTES)
     assert used(gpu) == 2 * UNIT_BYTES
-    committed = f"{2 * UNIT_BYTES} of {limit} bytes are committed; raise {GPU_SETTING}"
+    committed = f"{2 * UNIT_BYTES} of {limit} bytes are committed; raise {CUDA_POOL_LIMIT}"
     for audience in ("internal", "uid:1", "uid:2"):
         with pytest.raises(Unavailable, match=f"GPU memory.*{committed}"):
             memory.arenas.allocate_near(audience, UNIT_BYTES)
@@ -71,7 +66,7 @@ def test_outputs_beyond_the_limit_go_through_the_host_and_the_first_is_logged(
         if not near:
             np.testing.assert_array_equal(producer.read(row.outputs[0]), array + 1)
     log = capfd.readouterr()
-    assert (log.out + log.err).count(f"raise {GPU_SETTING}") == 1
+    assert (log.out + log.err).count(f"raise {CUDA_POOL_LIMIT}") == 1
     pair.give_back(*rows)
     (row,) = pair.produce(given[0])
     assert producer.is_on_device(row), "there is room again"
@@ -84,7 +79,7 @@ def test_without_memory_for_tensors_on_the_gpu_nothing_is_logged(pair: Pair, cap
     (row,) = pair.produce(*arrays(1))
     assert not producer.is_on_device(row)
     log = capfd.readouterr()
-    assert GPU_SETTING not in log.out + log.err
+    assert CUDA_POOL_LIMIT not in log.out + log.err
     pair.give_back(row)
 
 
@@ -96,7 +91,7 @@ def test_an_instance_has_the_limit_of_its_gpu(tmp_path: Path, given: str, expect
     found = []
     for instance in ("m_0_0", "m_0_1"):
         memory = Memory()
-        order = Load(7, "m", 1, instance, str(tmp_path), {GPU_SETTING: given})
+        order = Load(7, "m", 1, instance, str(tmp_path), {CUDA_POOL_LIMIT: given})
         loaded = load(order, msgspec.json.encode(model), memory.outbox)
         found.append(loaded.arenas.near_limit)
         loaded.close()
