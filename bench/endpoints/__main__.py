@@ -22,7 +22,7 @@ from time import perf_counter
 from bench.endpoints import perf_analyzer
 from bench.endpoints.clients import CONCURRENT_CLIENTS, SEQUENTIAL_CLIENTS
 from bench.endpoints.open_load import OPEN_LOAD, compared_tails
-from bench.endpoints.perf_analyzer import Ran
+from bench.endpoints.perf_analyzer import AnalyzerRun
 from bench.endpoints.servers import ROW, Serving, ours, repository, triton
 from bench.lib import models, processes, table
 from bench.lib.child import Child
@@ -169,7 +169,7 @@ class EndpointMeasures:
         return Row(text, result[0].per_s, "/s", beside=f"server's own times: {parts}", failed=failed)
 
     def compared(self, point: ComparedLoad, server: Serving, other: Serving) -> Row:
-        took: dict[str, list[Ran]] = {}
+        took: dict[str, list[AnalyzerRun]] = {}
 
         def party(at: Serving) -> float:
             ran = perf_analyzer.run(self.tool, at, point.model, point.protocol, point.options, self.seconds)
@@ -226,7 +226,7 @@ def _parts(parts: dict[str, float]) -> str:
     return " ".join(f"{name} {value:.0f} us" for name, value in parts.items())
 
 
-def _summary(name: str, runs: list[Ran]) -> str:
+def _summary(name: str, runs: list[AnalyzerRun]) -> str:
     cpu = " + ".join(f"{part} {median(ran.cpu_us[part] for ran in runs):.0f}" for part in runs[0].cpu_us)
     rate, p50 = median(ran.per_s for ran in runs), median(ran.p50_us for ran in runs)
     server = " + ".join(f"{part} {median(ran.server_us[part] for ran in runs):.0f}" for part in runs[0].server_us)

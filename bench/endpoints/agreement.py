@@ -1,4 +1,4 @@
-"""`python -m bench.endpoints.agreement`: does `shmserve bench` measure what other load generators measure?
+"""`python -m bench.endpoints.agreement`: checks that `shmserve bench` measures what other load generators measure.
 
 One server, one model, the same number of requests in flight. `bench`, `perf_analyzer` and `wrk` take turns in a
 changing order, because the speed of the machine varies more than the tools differ. The medians of all turns are
@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -75,17 +76,17 @@ def by_wrk(tool: str, address: str, concurrency: int, seconds: float, work: Path
 
 def compared(what: str, by_tool: Mapping[str, list[WrkTurn]]) -> Iterator[Row]:
     """Throughput and median latency measured by bench, relative to the other tools."""
-    ours = by_tool["bench"]
+    of_bench = by_tool["bench"]
     for name, turns in by_tool.items():
         if name == "bench":
             continue
         for metric, own, other in (
-            ("requests/s", [turn.per_s for turn in ours], [turn.per_s for turn in turns]),
-            ("p50", [turn.p50_us for turn in ours], [turn.p50_us for turn in turns]),
+            ("requests/s", [turn.per_s for turn in of_bench], [turn.per_s for turn in turns]),
+            ("p50", [turn.p50_us for turn in of_bench], [turn.p50_us for turn in turns]),
         ):
-            a, b = median(own), median(other)
-            shown = f"{a:,.0f} to {b:,.0f}" if metric != "p50" else f"{micros(a)} to {micros(b)}"
-            yield Row(f"{what}: {metric} of bench, to {name}", a / b, "x", 1 - WITHIN, 1 + WITHIN, shown)
+            mine, theirs = median(own), median(other)
+            shown = f"{mine:,.0f} to {theirs:,.0f}" if metric != "p50" else f"{micros(mine)} to {micros(theirs)}"
+            yield Row(f"{what}: {metric} of bench, to {name}", mine / theirs, "x", 1 - WITHIN, 1 + WITHIN, shown)
 
 
 def rows(
@@ -98,13 +99,11 @@ def rows(
             for protocol in ("http", "grpc"):
                 url = f"{protocol}://{server.http if protocol == 'http' else server.grpc}"
                 for flight in flights:
-                    takes: dict[str, Take] = {"bench": lambda u=url, n=flight: by_bench(u, n, seconds)}  # type: ignore[misc]
+                    takes: dict[str, Take] = {"bench": partial(by_bench, url, flight, seconds)}
                     if tool is not None:
-                        takes["perf_analyzer"] = lambda p=protocol, n=flight: by_perf_analyzer(  # type: ignore[misc]
-                            tool, server, p, n, seconds
-                        )
+                        takes["perf_analyzer"] = partial(by_perf_analyzer, tool, server, protocol, flight, seconds)
                     if wrk_tool is not None and protocol == "http":
-                        takes["wrk"] = lambda n=flight: by_wrk(wrk_tool, server.http, n, seconds, work)  # type: ignore[misc]
+                        takes["wrk"] = partial(by_wrk, wrk_tool, server.http, flight, seconds, work)
                     if len(takes) > 1:
                         results += compared(f"{protocol}, {flight} in flight", in_turn(rounds, takes))
     return results

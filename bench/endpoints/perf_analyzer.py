@@ -29,7 +29,7 @@ _PARTS = {
 
 
 @dataclass
-class Ran:
+class AnalyzerRun:
     per_s: float
     p50_us: float
     p99_us: float
@@ -39,7 +39,7 @@ class Ran:
     """Processor time per request, by process role."""
 
 
-def run(tool: Path, server: Serving, model: str, protocol: str, options: Sequence[str], seconds: float) -> Ran:
+def run(tool: Path, server: Serving, model: str, protocol: str, options: Sequence[str], seconds: float) -> AnalyzerRun:
     """Runs three windows, regardless of their spread; the results cover all of them."""
     before, count = server.busy(), server.answered(model)
     (result, *_) = rows(tool, server, model, protocol, options, seconds)
@@ -48,7 +48,9 @@ def run(tool: Path, server: Serving, model: str, protocol: str, options: Sequenc
     return result
 
 
-def rows(tool: Path, server: Serving, model: str, protocol: str, options: Sequence[str], seconds: float) -> list[Ran]:
+def rows(
+    tool: Path, server: Serving, model: str, protocol: str, options: Sequence[str], seconds: float
+) -> list[AnalyzerRun]:
     """One result for each requested load."""
     address = server.http if protocol == "http" else server.grpc
     if not address:
@@ -78,7 +80,7 @@ def rows(tool: Path, server: Serving, model: str, protocol: str, options: Sequen
             code, output = _run(command)
             if table.exists():  # also written for a load reported as unstable, with code 2
                 with table.open() as opened:
-                    return [_ran(row) for row in csv.DictReader(opened)]
+                    return [_parse(row) for row in csv.DictReader(opened)]
     raise RuntimeError(f"perf_analyzer ended with {code}: {' '.join(output.split()[-40:])}")
 
 
@@ -95,6 +97,6 @@ def _run(command: list[str]) -> tuple[int, str]:
     return process.returncode, output
 
 
-def _ran(row: dict[str, str]) -> Ran:
+def _parse(row: dict[str, str]) -> AnalyzerRun:
     parts = {text: float(row[name]) for name, text in _PARTS.items() if name in row}
-    return Ran(float(row["Inferences/Second"]), float(row["p50 latency"]), float(row["p99 latency"]), parts)
+    return AnalyzerRun(float(row["Inferences/Second"]), float(row["p50 latency"]), float(row["p99 latency"]), parts)

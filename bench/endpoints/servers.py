@@ -26,19 +26,6 @@ from shmserve.testing import Server
 ANSWER_S = 60.0
 _SITE = "import sysconfig; print(sysconfig.get_paths()['purelib']); print(sysconfig.get_config_var('LIBDIR'))"
 
-IDENTITY = """\
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [
-            pb_utils.InferenceResponse([
-                pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(request, "x").as_numpy())
-            ])
-            for request in requests
-        ]
-"""
 MLP = """\
 import os
 
@@ -70,13 +57,13 @@ def repository(work: Path, mlp: Path) -> Path:
     `first` (first element).
     """
     root = work / "endpoints"
-    sizes = {"identity": (ROW, ROW, IDENTITY), "mlp": (models.MLP_SHAPE[0], 64, MLP)}
+    sizes = {"identity": (ROW, ROW, models.IDENTITY), "mlp": (models.MLP_SHAPE[0], 64, MLP)}
     for name, (inner, outer, source) in sizes.items():
         tensors = {"x": ("FP32", [inner])}, {"y": ("FP32", [outer])}
         files: dict[str, str | Path] = {"model.py": source} | ({"model.onnx": mlp} if name == "mlp" else {})
         models.write(root, name, models.Model("python", *tensors, max_batch=BATCH, dynamic=True), files)
     whole = models.Model("python", {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])})
-    models.write(root, "whole", whole, {"model.py": IDENTITY})
+    models.write(root, "whole", whole, {"model.py": models.IDENTITY})
     models.write(root, "first", models.first_element(), {"model.py": models.FIRST})
     return root
 

@@ -39,6 +39,8 @@ BIG_CALLS = 15
 SETTLE_S = 10.0
 WATCH_S = 60.0
 SLOT_S = 1.0
+BUSY_LOAD = 3.0
+"""A load average above this suggests that other programs disturb the measurement."""
 
 
 def table(title: str, rows: list[tuple[str, str]]) -> None:
@@ -307,7 +309,9 @@ def main(names: list[str]) -> int:
                 run, nodes = EXPERIMENTS[name]
                 if nodes == count:
                     run(place, root)
-    print(f"\nothers used the machine, load {os.getloadavg()[0]:.1f}" if os.getloadavg()[0] > 3 else "")
+    load = os.getloadavg()[0]
+    if load > BUSY_LOAD:
+        print(f"\nthe load average was {load:.1f}: other programs may have used the machine")
     return 0
 
 

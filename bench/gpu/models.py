@@ -54,7 +54,7 @@ MAKE = (
 )
 
 
-def cupy_model(root: Path, name: str, source: str, dims: list[int], out: list[int], kind: str = "KIND_GPU") -> None:
+def cupy_model(root: Path, name: str, source: str, dims: list[int], out: list[int], kind: str) -> None:
     model = Model("python", {"x": ("FP32", dims)}, {"y": ("FP32", out)}, kind=kind, parameters=dict(ON_DEVICE))
     models.write(root, name, model, {"model.py": source})
 

@@ -23,8 +23,8 @@ class Skipped(Exception):
 
 @dataclass
 class GpuSetting(Setting):
-    """`kind` and `device` are for tests without a GPU: the models then run on the CPU. So is `mib`, the size of large
-    tensors, and `side`, that of images."""
+    """`kind` and `device`: where models run; tests without a GPU use the CPU. `mib`: the size of large tensors; `side`:
+    that of images."""
 
     kind: str = "KIND_GPU"
     device: str = "cuda"
@@ -91,7 +91,7 @@ class Busy:
         return [int(sample.sampleValue.uiVal) for sample in samples]
 
     def text(self) -> str:
-        """Since the last call."""
+        """The share since the last call."""
         result = self._samples()
         return f"GPU busy {mean(result):.0f} %" if result else "GPU busy unknown"
 

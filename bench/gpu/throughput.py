@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -82,7 +83,7 @@ def resnet(setting: GpuSetting) -> list[Row]:
     return rows
 
 
-def network(setting: GpuSetting) -> Any:
+def network(setting: GpuSetting) -> Path:
     """The file of the network; a small one in tests."""
     file = setting.work / "torch" / f"resnet-{setting.side}.pt"
     width, blocks = (64, BLOCKS) if setting.side == 224 else (8, (1, 1))
@@ -91,7 +92,7 @@ def network(setting: GpuSetting) -> Any:
     return file
 
 
-def write(repository: Any, name: str, setting: GpuSetting, **more: Any) -> None:
+def write(repository: Path, name: str, setting: GpuSetting, **more: Any) -> None:
     """`more`: fields of `Model`."""
     tensors = {TENSORS[0]: ("FP32", [3, setting.side, setting.side])}, {TENSORS[1]: ("FP32", [CLASSES])}
     model = models.Model("pytorch", *tensors, max_batch=LARGEST, kind=setting.kind, **more)

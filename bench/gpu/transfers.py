@@ -140,7 +140,7 @@ def hand_over(setting: GpuSetting) -> list[Row]:
     return rows
 
 
-def _median(child: Child, setting: GpuSetting, **order: str) -> Callable[[], float]:
+def _median(child: Child, setting: GpuSetting, **order: str | int) -> Callable[[], float]:
     return lambda: float(child.ask(seconds=setting.seconds, **order)["median_us"])
 
 
@@ -181,7 +181,7 @@ def _through_the_server(setting: GpuSetting, size: int) -> list[Row]:
         Child("bench.gpu.parties:copies", size=size, place="pinned") as bare,
         Child("bench.gpu.parties:rows", url=server.lane, model="last", shapes=[large, small]) as client,
     ):
-        parties = {"large": _shape(client, setting, 0), "small": _shape(client, setting, 1)}
+        parties = {"large": _median(client, setting, number=0), "small": _median(client, setting, number=1)}
         times = in_turn(setting.rounds, {**parties, "bare": _median(bare, setting)})
     results = {name: median(values) for name, values in times.items()}
     sent = results["large"] - results["small"]
@@ -189,7 +189,3 @@ def _through_the_server(setting: GpuSetting, size: int) -> list[Row]:
     beside += f"; request {micros(results['large'])}, of 64 B {micros(results['small'])}; {gpu().name}"
     name = "a client's segment to the device, PyTorch"
     return [Row(name, results["bare"] / sent, "of pinned", at_least=0.95, beside=beside)]
-
-
-def _shape(child: Child, setting: GpuSetting, number: int) -> Callable[[], float]:
-    return lambda: float(child.ask(seconds=setting.seconds, number=number)["median_us"])

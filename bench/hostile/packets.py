@@ -233,7 +233,7 @@ class PacketGenerator:
 
     def _stray(self) -> Any:
         """A message of the opposite direction, of the broker's links to workers, or of an unknown type."""
-        return [self.random.choice((*range(32, 44), *range(64, 72), *range(96, 108), 11, 127, -1, "7")), self._number()]
+        return [self.random.choice((*range(32, 47), *range(64, 74), *range(96, 110), 11, 127, -1, "7")), self._number()]
 
     def _tree(self, depth: int) -> Any:
         roll = self.random.random()

@@ -13,6 +13,19 @@ SEED = 20
 MLP_SHAPE = [256]
 CNN_SHAPE = [3, 224, 224]
 
+IDENTITY = """\
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([
+                pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(request, "x").as_numpy())
+            ])
+            for request in requests
+        ]
+"""
 FIRST = """\
 import triton_python_backend_utils as pb_utils
 

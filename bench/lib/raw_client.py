@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import struct
+from abc import ABC, abstractmethod
 from array import array
 from collections import deque
 from time import monotonic
@@ -29,7 +30,7 @@ class ConnectionClosed(ConnectionError):
     """The server closed the connection."""
 
 
-class Link:
+class Link(ABC):
     """Base class of both clients: receives messages one at a time, with a timeout."""
 
     owner = 0
@@ -38,15 +39,18 @@ class Link:
         self.inbox: deque[Any] = deque()
         self._codec = codec.Codec(messages.BrokerMessage)
 
-    def fileno(self) -> int:
-        raise AssertionError
+    @abstractmethod
+    def fileno(self) -> int: ...
 
-    def send_bytes(self, packet: bytes) -> None:
-        raise AssertionError
+    @abstractmethod
+    def send_bytes(self, packet: bytes) -> None: ...
 
+    @abstractmethod
+    def close(self) -> None: ...
+
+    @abstractmethod
     def _fill(self) -> bool:
         """Adds the messages of one packet to `inbox`, without blocking; False if there is none."""
-        raise AssertionError
 
     def send(self, *batch: Any) -> None:
         self.send_bytes(codec.encode(batch))
@@ -84,9 +88,6 @@ class Link:
         if isinstance(answer, Welcome):
             self.owner = answer.owner
         return answer
-
-    def close(self) -> None:
-        raise AssertionError
 
     def __exit__(self, *_: object) -> None:
         self.close()

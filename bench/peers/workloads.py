@@ -135,7 +135,7 @@ def repository(workload: PeerWorkload, work: Path) -> Path:
     outer = {"identity": servers.ROW, "mlp": 64, "cnn": 1000}[workload.name]
     tensors = {"x": ("FP32", list(workload.shape))}, {"y": ("FP32", [outer])}
     model = models.Model("python", *tensors, max_batch=servers.BATCH, dynamic=True)
-    files: dict[str, str | Path] = {"model.py": servers.MLP if onnx else servers.IDENTITY}
+    files: dict[str, str | Path] = {"model.py": servers.MLP if onnx else models.IDENTITY}
     models.write(root, workload.name, model, files | ({"model.onnx": onnx} if onnx else {}))
     return root
 

@@ -6,6 +6,7 @@ Invariant: each request number is sent once; every Reply, Fail and FailHeld is c
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from time import perf_counter
@@ -28,7 +29,7 @@ FREE = 0xEE
 """A slot is overwritten with this as soon as its request has ended, to expose later reads."""
 
 
-class RawClient:
+class RawClient(ABC):
     """One connection, its requests in flight, and its counts."""
 
     def __init__(self, link: Link, seed: int, dtypes: Sequence[str] = DTYPES, allowed: Allowed | None = None) -> None:
@@ -49,13 +50,14 @@ class RawClient:
         if len(self.examples) < 5:
             self.examples.append(text)
 
+    @abstractmethod
     def place(self, number: int, content: bytes) -> tuple[Any, tuple[bytes, ...]]:
         """The value of Tensor.data, and the frames after the packet."""
-        raise AssertionError
 
-    def content(self, tensor: Tensor) -> bytes:
-        raise AssertionError
+    @abstractmethod
+    def content(self, tensor: Tensor) -> bytes: ...
 
+    @abstractmethod
     def free(self, number: int) -> None:
         """Releases the inputs of this request, which may now be overwritten."""
 
@@ -199,6 +201,9 @@ class RawZmqClient(RawClient):
         if len(content) <= messages.INLINE_BYTES and self.random.random() < 0.8:
             return content, ()
         return 0, (content,)
+
+    def free(self, number: int) -> None:
+        """The frames of a request are not used again."""
 
     def post(self, batch: list[Any], frames: tuple[bytes, ...]) -> None:
         self.link.send_bytes(codec.encode(batch), frames)

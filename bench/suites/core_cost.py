@@ -253,16 +253,16 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also where the time goes, by function")
     parser.add_argument("--cold", action="store_true", help="with cold caches; takes longer: use fewer requests")
     parser.add_argument("--only", metavar="NAME", default="", help="only this kind of request")
-    provided = parser.parse_args()
+    args = parser.parse_args()
     print(f"{'model':>13} {'clients':>7} {'in flight':>10} {'turn':>5} {'callers':>8} {'us per request':>15}")
     for kind in KINDS:
         sort, clients, flight, turn, callers = kind
-        if provided.only in ("", sort):
-            spent = measure(*kind, provided.requests, provided.profile, provided.cold)
+        if args.only in ("", sort):
+            spent = measure(*kind, args.requests, args.profile, args.cold)
             print(f"{sort:>13} {clients:>7} {flight:>10} {turn:>5} {callers or '':>8} {spent:>15.2f}", flush=True)
     for name, (_, flight, _) in _simulated().items():
-        if provided.only in ("", name):
-            spent = measure_simulated(name, provided.requests // 50)
+        if args.only in ("", name):
+            spent = measure_simulated(name, args.requests // 50)
             print(f"{name:>13} {'':>7} {flight:>10} {'':>5} {'':>8} {spent:>15.2f}", flush=True)
 
 

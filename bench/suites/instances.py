@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import shmserve
+from bench.lib import models
 from shmserve.system.procfs import children, proportional_bytes
 from shmserve.testing import Server
 
@@ -28,15 +29,6 @@ input [ {{ name: "x" data_type: TYPE_FP32 dims: [ {side} ] }} ]
 output [ {{ name: "y" data_type: TYPE_FP32 dims: [ {side} ] }} ]
 instance_group [ {{ count: {count} kind: KIND_CPU }} ]
 """
-PYTHON = """
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
-                for r in requests]
-"""
 
 
 def identity(folder: Path) -> None:
@@ -44,18 +36,18 @@ def identity(folder: Path) -> None:
 
 
 def python(folder: Path) -> None:
-    (folder / "model.py").write_text(PYTHON)
+    (folder / "model.py").write_text(models.IDENTITY)
 
 
 def onnx(folder: Path, external: bool = False) -> None:
     import onnx
 
-    created, tensor, numbers = onnx.helper, onnx.helper.make_tensor_value_info, onnx.numpy_helper
+    helper, tensor, numbers = onnx.helper, onnx.helper.make_tensor_value_info, onnx.numpy_helper
     shape: list[str | int | None] = ["n", SIDE]
     inputs, outputs = [tensor("x", 1, shape)], [tensor("y", 1, shape)]
     weights = numbers.from_array(np.zeros((SIDE, SIDE), np.float32), "w")
-    graph = created.make_graph([created.make_node("MatMul", ["x", "w"], ["y"])], "g", inputs, outputs, [weights])
-    model = created.make_model(graph, opset_imports=[created.make_opsetid("", 17)], ir_version=8)
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", inputs, outputs, [weights])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     onnx.save(model, folder / "model.onnx", save_as_external_data=external, location="weights.bin")
 
 

@@ -142,7 +142,7 @@ def many(count: int, room: int, requests: int) -> str:
     wrong = [answer for answer in answers if answer]
     return (
         f"{count} models, memory for {room} ({budget / 1e6:.0f} MB): ready after {ready:.1f} s; {len(answers)} "
-        f"requests in {took:.0f} s with {wakes} wakes, {len(wrong)} failed or wrong {wrong[:3]}; the workers had at "
+        f"requests in {took:.0f} s with {wakes} wakes, {len(wrong)} failed or wrong {wrong[:3]}; the workers had "
         f"at most {monitor.peak / 1e6:.0f} MB in {monitor.processes} processes ({monitor.samples} samples)"
     )
 
@@ -173,13 +173,13 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=200)
     parser.add_argument("--room", type=int, default=20)
     parser.add_argument("--requests", type=int, default=10_000)
-    provided = parser.parse_args()
+    args = parser.parse_args()
     print("| model | cold start, ms | bare engine, ms | beyond it |")
     print("| --- | --- | --- | --- |")
     for kind in MODELS:
         cold, bare = cold_starts(kind)
         print(f"| {kind} | {cold:.0f} | {bare:.0f} | {cold - bare:.0f} |")
-    print(many(provided.models, provided.room, provided.requests))
+    print(many(args.models, args.room, args.requests))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from bench.endpoints.servers import IDENTITY
 from bench.lib import models, processes, table
 from bench.lib.clock import alternate, durations, summary
 from bench.lib.setting import serving
@@ -30,7 +29,7 @@ MODEL = models.Model("python", {"x": ("FP32", [16])}, {"y": ("FP32", [16])}, max
 
 def repository(root: Path, count: int) -> Path:
     for number in range(count):
-        models.write(root, f"m{number:04}", MODEL, {"model.py": IDENTITY})
+        models.write(root, f"m{number:04}", MODEL, {"model.py": models.IDENTITY})
     return root
 
 

@@ -8,9 +8,11 @@ several rates until the highest rate that holds the p99 is known to within 4 %. 
 known and every measurement counts as long as on a real one; the tuner's own computing time (of the CPU, so that the
 load of this machine does not matter) is added to its measurements. Those of the sweep are simulated with fewer requests
 than a real one has. The choice and the best settings of the sweep are then compared in long simulations. `--write`
-saves the table. On a real server this takes hours, so the results are kept in FOLDER, and a run
-continues where the last one stopped. At the end, the choice and the best settings are measured again in turn, because
-the best of a hundred noisy values is partly luck.
+saves the table.
+
+On a real server this takes hours, so the results are kept in FOLDER, and a run continues where the last one stopped. At
+the end, the choice and the best settings are measured again in turn, because the best of a hundred noisy values is
+partly luck.
 """
 
 from __future__ import annotations
@@ -357,26 +359,26 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600.0, help="stop sweeping after this time")
     parser.add_argument("--seconds", type=float, default=1.0, help="duration of each measurement on a real server")
     parser.add_argument("--rounds", type=int, default=32, help="measurements of each setting in the final comparison")
-    provided = parser.parse_args()
-    names = list(provided.model or (*HIDDEN, *P99_MS))
-    if provided.where == "simulated":
-        with SimulationPool(provided.processes) as pool:
+    args = parser.parse_args()
+    names = list(args.model or (*HIDDEN, *P99_MS))
+    if args.where == "simulated":
+        with SimulationPool(args.processes) as pool:
             for name in [name for name in names if name in HIDDEN]:
                 proof = simulated(name, pool)
                 print(proof, flush=True)
-                if provided.write:
+                if args.write:
                     write(proof)
         return
-    if provided.folder is None:
+    if args.folder is None:
         parser.error("served models need FOLDER")
-    until = monotonic() + 60 * provided.minutes
-    root = provided.folder.resolve() / "models"
+    until = monotonic() + 60 * args.minutes
+    root = args.folder.resolve() / "models"
     root.mkdir(parents=True, exist_ok=True)
     write_models(root)
     for name in [name for name in names if name in P99_MS]:
-        file = provided.folder / f"{name}.json"
+        file = args.folder / f"{name}.json"
         kept = json.loads(file.read_text()) if file.exists() else {}
-        goal = Goal(P99_MS[name] * MS, seconds=provided.seconds, instances=INSTANCES)
+        goal = Goal(P99_MS[name] * MS, seconds=args.seconds, instances=INSTANCES)
 
         def save(file: Path = file, kept: dict[str, Any] = kept) -> None:
             file.write_text(json.dumps(kept, indent=1))
@@ -385,7 +387,7 @@ def main() -> None:
             kept["tune"] = tune(root, name, goal)
             save()
         if sweep(root, name, goal, kept, until, save) and monotonic() < until:
-            kept["judge"] = judge(root, name, goal, kept, provided.rounds)
+            kept["judge"] = judge(root, name, goal, kept, args.rounds)
             save()
             print(report(name, kept), flush=True)
 
