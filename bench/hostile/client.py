@@ -31,7 +31,7 @@ class Attack:
     def __init__(self, link: str, path: str, seed: int, model: str) -> None:
         self._kind = link
         self._path = path
-        self._packets = PacketGenerator(seed, model, "x")
+        self._packets = PacketGenerator(seed, model)
         self._link: Link | None = None
         self._segment: RawSegment | None = None
         self.counts: Counter[str] = Counter()

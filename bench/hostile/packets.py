@@ -50,15 +50,13 @@ INVALID_TYPES = ("FP32", "INT64", "BYTES", "BOOL", "fp32", "", "FLOAT999", None,
 
 
 class PacketGenerator:
-    """The generator. `owner` is the owner number from Welcome; `model` and `tensor` name a valid model with an FP32
-    input [-1].
-    """
+    """The generator. `owner` is the owner number from Welcome. `model` is a model with an FP32 input "x" of shape
+    [-1]."""
 
-    def __init__(self, seed: int, model: str, tensor: str) -> None:
+    def __init__(self, seed: int, model: str) -> None:
         self.random = random.Random(seed)
         self.owner = 0
         self._model = model
-        self._tensor = tensor
         self._request = 0
         self._kinds: list[tuple[int, Callable[[], Any]]] = [
             (30, self._infer),
@@ -133,7 +131,7 @@ class PacketGenerator:
         elif roll < 0.4:
             data = self._maybe_invalid(0, (*INVALID_NUMBERS, b"short", b"b" * 5000, None, {}), 0.7)
         return [
-            self._maybe_invalid(self._tensor, INVALID_NAMES),
+            self._maybe_invalid("x", INVALID_NAMES),
             self._maybe_invalid("FP32", INVALID_TYPES),
             shape,
             data,
@@ -162,9 +160,7 @@ class PacketGenerator:
     def _infer_batch(self) -> Any:
         count = self._maybe_invalid(self.random.choice((1, 2, 5, 64)), (0, 65, 1024, 1025), 0.1)
         width = self._maybe_invalid(4, (0, 1, 16), 0.2)
-        forms: Any = [
-            [self._maybe_invalid(self._tensor, INVALID_NAMES), self._maybe_invalid("FP32", INVALID_TYPES), [width]]
-        ]
+        forms: Any = [[self._maybe_invalid("x", INVALID_NAMES), self._maybe_invalid("FP32", INVALID_TYPES), [width]]]
         forms *= self._maybe_invalid(1, (0, 2, 40, 300), 0.05)
         numbers: list[Any] = []
         for _ in range(count):

@@ -105,7 +105,7 @@ class SoakCall:
 class SoakCaller:
     """Generates requests."""
 
-    def __init__(self, seed: int, largest: int, empty: Any, dtypes: Sequence[str] = DTYPES) -> None:
+    def __init__(self, seed: int, largest: int, empty: Any, dtypes: Sequence[str]) -> None:
         self.random = random.Random(seed)
         self._dtypes = dtypes
         self._maker = Maker(seed)

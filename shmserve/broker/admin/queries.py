@@ -67,7 +67,7 @@ class MetricsPage:
     if that is `limited`; beyond it, clients get the last text."""
 
     def __init__(
-        self, providers: Sequence[Callable[[], str]], limited: bool = True, clock: Callable[[], float] = time.monotonic
+        self, providers: Sequence[Callable[[], str]], limited: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._providers = providers
         self._limited = limited

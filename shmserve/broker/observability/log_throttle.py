@@ -17,10 +17,9 @@ BYTES = 1 << 20
 
 
 class Throttle:
-    def __init__(self, lines: int = LINES, size: int = BYTES) -> None:
+    def __init__(self) -> None:
         self.trailing = 0
         """Number of lines dropped since the last admitted line."""
-        self._limits = lines, size
         self._until = float("-inf")
         """End of the window."""
         self._lines = self._bytes = 0
@@ -68,16 +67,14 @@ class Throttle:
         self.trailing += lines
 
     def _is_over(self, size: int) -> bool:
-        lines, total = self._limits
-        return self._lines >= lines or self._bytes + size > total
+        return self._lines >= LINES or self._bytes + size > BYTES
 
     def flush(self) -> Iterator[str]:
         """Notices about repeated and dropped lines since the last call."""
         yield from self._repeated()
         if self._dropped:
             dropped = f"{self._dropped:,} lines ({bytes_text(self._dropped_bytes)}) of output were dropped"
-            lines, size = self._limits
-            yield f"{dropped}; the limit is {lines:,} lines or {bytes_text(size)} per second"
+            yield f"{dropped}; the limit is {LINES:,} lines or {bytes_text(BYTES)} per second"
             self._dropped = self._dropped_bytes = 0
 
     def _repeated(self) -> Iterator[str]:

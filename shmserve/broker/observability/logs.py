@@ -91,7 +91,7 @@ class LogFileHandler(logging.Handler):
     """Appends to a file, which it reopens after a rename or removal (log rotation), or writes to stderr or stdout.
     Consecutive identical records are counted instead of repeated."""
 
-    def __init__(self, path: Path | None, recent: RecentRecords | None = None, descriptor: int = 2) -> None:
+    def __init__(self, path: Path | None, recent: RecentRecords | None, descriptor: int = 2) -> None:
         """`descriptor`: where to write without a path."""
         super().__init__()
         self._recent = recent

@@ -57,7 +57,7 @@ class LoadProgress:
         core: Core,
         ended: Callable[[int], None],
         log_record: Callable[[str, str, Mapping[str, Any]], None],
-        is_incomplete: Callable[[], bool] = lambda: False,
+        is_incomplete: Callable[[], bool],
     ) -> None:
         """`is_incomplete()`: whether further models will be loaded."""
         self._core = core

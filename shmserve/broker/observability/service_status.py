@@ -75,7 +75,7 @@ class Announcer:
         manager: ServiceManager,
         models: Callable[[], Iterable[Model]],
         in_flight: Callable[[], int],
-        out_of_service: Callable[[], bool] = lambda: False,
+        out_of_service: Callable[[], bool],
     ) -> None:
         self._loop = loop
         self._manager = manager

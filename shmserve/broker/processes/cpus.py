@@ -37,7 +37,7 @@ def survey(
 ) -> CoreSet:
     """`policies`: the cores of each host policy. `gpus`: PCI IDs by GPU number."""
     ours = usable_cores(usable)
-    local = {gpu: local_cores(pci, sys=sys, usable=ours) for gpu, pci in (gpus or {}).items()}
+    local = {gpu: local_cores(pci, sys, ours) for gpu, pci in (gpus or {}).items()}
     nodes = tuple(cores for _, cores in sorted(numa_nodes(sys, ours).items()))
     return CoreSet(ours, nodes, dict(policies or {}), local, quota(cgroup, sys))
 
@@ -56,7 +56,7 @@ def numa_nodes(sys: Path, usable: Collection[int]) -> dict[int, tuple[int, ...]]
     return nodes or {0: tuple(sorted(usable))}
 
 
-def local_cores(pci: str, *, sys: Path = SYS, usable: Collection[int]) -> tuple[int, ...]:
+def local_cores(pci: str, sys: Path, usable: Collection[int]) -> tuple[int, ...]:
     """The usable cores near a PCI device, whose ID may have the driver's form, "00000000:3B:00.0".
 
     Returns () if they are unknown, and if all cores are near, as binding would have no effect.

@@ -129,8 +129,8 @@ class Workers:
         loop: Any,
         log_record: Callable[[str, str, dict[str, Any]], None],
         settings: WorkerSettings,
-        groups: ControlGroups | None = None,
-        other_children: Set[int] = frozenset(),
+        groups: ControlGroups | None,
+        other_children: Set[int],
     ) -> None:
         """`groups`: control groups, with which the kernel enforces memory limits. `other_children`: a live set of the
         pids of children that are reaped elsewhere, such as gateways."""

@@ -197,7 +197,7 @@ def beginnings() -> Iterator[bytes]:
         yield len(packet).to_bytes(2, "little") + packet + first
     for others in ([good], [replace(good, request=6)], [replace(good, request=6 + number) for number in range(3)]):
         yield len(first).to_bytes(2, "little") + first + codec.encode([good, *others])
-    hostile = PacketGenerator(2, "m", "x")
+    hostile = PacketGenerator(2, "m")
     for _ in range(50):
         packet = hostile.packet()[:1000]
         yield len(first).to_bytes(2, "little") + first + packet

@@ -162,7 +162,7 @@ TARGETS: dict[str, Target] = {
 
 
 def _packets() -> Iterator[bytes]:
-    mischief = PacketGenerator(1, "m", "x")
+    mischief = PacketGenerator(1, "m")
     for number in range(200):
         packet = mischief.packet()
         if len(packet) < 1000:

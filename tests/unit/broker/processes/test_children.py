@@ -150,9 +150,9 @@ def test_the_last_lines_of_a_child_are_logged_over_the_limit(child: Make) -> Non
 
 
 def test_notices_of_repeats_count_as_lines() -> None:
-    throttle = Throttle(10)
-    assert len([*throttle.admit([b"a", b"a", b"b", b"b"] * 100, 0.0)]) == 10
-    assert str([*throttle.admit([], WINDOW_S)][-1]).endswith("the limit is 10 lines or 1.0 MiB per second")
+    throttle = Throttle()
+    assert len([*throttle.admit([b"a", b"a", b"b", b"b"] * LINES, 0.0)]) == LINES
+    assert str([*throttle.admit([], WINDOW_S)][-1]).endswith(f"the limit is {LINES} lines or 1.0 MiB per second")
 
 
 def test_exit_statuses_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
