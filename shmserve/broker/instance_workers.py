@@ -45,11 +45,11 @@ class InstanceWorkers:
         self._put = put
         self._workers = Workers(loop, log_record, settings, take_over_own_group(), other_children)
         self._counters = ModelCounters(lambda name: any(one.model == name for one, _ in state.instances.values()))
-        self._meter: MemoryMeter | None = None
-        """None without memory budgets."""
         self.memory = ProcessMemory(loop, self._pids)
-        if state.memory.limited:
-            self._meter = MemoryMeter(loop, state, self.process_of, settings.used_on_gpu, put)
+        self._meter = (
+            MemoryMeter(loop, state, self.process_of, settings.used_on_gpu, put) if state.memory.limited else None
+        )
+        """None without memory budgets."""
 
     def names(self) -> dict[int, str]:
         """Names of workers by pid."""

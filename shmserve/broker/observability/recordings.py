@@ -49,8 +49,9 @@ class Recordings:
         if order.do == "start":
             return self._start(order.models)
         if order.do not in ("read", "stop"):
-            known = "expected start, read or stop"
-            raise InvalidRequest(f"unknown value of 'do' in the body of 'record': '{order.do[:80]}'; {known}")
+            raise InvalidRequest(
+                f"unknown value of 'do' in the body of 'record': '{order.do[:80]}'; expected start, read or stop"
+            )
         recording = self._recording
         if recording is None or order.recording != self._number:
             raise NotFound(
