@@ -78,7 +78,6 @@ class GraphBuilder:
         return self.node("Relu", [x]) if relu else x
 
     def save(self, path: Path, shape: list[int], classes: int) -> None:
-        import onnx
         from onnx import TensorProto, helper
 
         graph = helper.make_graph(
@@ -88,11 +87,18 @@ class GraphBuilder:
             [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", classes])],
             self.weights,
         )
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-        model.ir_version = 9
-        onnx.checker.check_model(model)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        onnx.save(model, str(path))
+        save(graph, path)
+
+
+def save(graph: Any, path: Path) -> None:
+    """Writes a GraphProto as a model that old versions of ONNX Runtime load."""
+    import onnx
+
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)])
+    model.ir_version = 9
+    onnx.checker.check_model(model)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(model, str(path))
 
 
 def make_mlp(path: Path) -> None:
@@ -128,16 +134,12 @@ def make_cnn(path: Path, base: int = 32) -> None:
 def make_adder(path: Path, width: int) -> None:
     """y = x + 1, without a batch dimension."""
     import numpy as np
-    import onnx
     from onnx import TensorProto, helper, numpy_helper
 
     tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [width]) for name in ("x", "y")]
     one = numpy_helper.from_array(np.ones(1, np.float32), "one")
     graph = helper.make_graph([helper.make_node("Add", ["x", "one"], ["y"])], "adder", tensors[:1], tensors[1:], [one])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    model.ir_version = 9
-    path.parent.mkdir(parents=True, exist_ok=True)
-    onnx.save(model, str(path))
+    save(graph, path)
 
 
 def make_transformer(path: Path, hidden: int = 32, layers: int = 1, heads: int = 2, words: int = 1000) -> None:
@@ -146,7 +148,6 @@ def make_transformer(path: Path, hidden: int = 32, layers: int = 1, heads: int =
     of attention is quadratic in the length.
     """
     import numpy as np
-    import onnx
     from onnx import TensorProto, helper, numpy_helper
 
     graph = GraphBuilder()
@@ -189,12 +190,7 @@ def make_transformer(path: Path, hidden: int = 32, layers: int = 1, heads: int =
     ids = [helper.make_tensor_value_info(n, TensorProto.INT64, ["n", "l"]) for n in ("input_ids", "attention_mask")]
     shapes: dict[str, list[str | int | None]] = {"text": ["n", hidden], "tokens": ["n", "l", hidden]}
     outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
-    created = helper.make_graph(graph.nodes, path.stem, ids, outputs, graph.weights)
-    model = helper.make_model(created, opset_imports=[helper.make_opsetid("", 17)])
-    model.ir_version = 9
-    onnx.checker.check_model(model)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    onnx.save(model, str(path))
+    save(helper.make_graph(graph.nodes, path.stem, ids, outputs, graph.weights), path)
 
 
 @dataclass
