@@ -19,7 +19,7 @@ from shmserve.broker.models.differences import LoadedVersion
 from shmserve.broker.models.repositories import KeptConfig, Reading, Repositories
 from shmserve.broker.processes.workers import DEFAULTS, WorkerResources, resources_of
 from shmserve.core.effects import Spawn
-from shmserve.core.events import Deploy, Event, Refuse, Target
+from shmserve.core.events import Deploy, Refuse, Target
 from shmserve.core.owners.rate_limiter import lacking
 from shmserve.core.policy import ModelPolicy
 from shmserve.core.records import Version
@@ -109,18 +109,18 @@ class Catalog:
 
     # ------------------------------------------------------------------------------------ deployment
 
-    def adopt(self, reading: Reading, operation: int = 0) -> list[Event]:
+    def adopt(self, reading: Reading, operation: int = 0) -> list[Deploy | Refuse]:
         """Events for the core: a Deploy, or Refuse with the reason if the model cannot be served."""
         scanned = reading.scanned
         reason = self._refusal_reason(scanned)
         if scanned.config is None or reason:
-            return [(0, Refuse(scanned.name, version, reason)) for version in scanned.versions or (0,)]
+            return [Refuse(scanned.name, version, reason) for version in scanned.versions or (0,)]
         targets = tuple(self._target(reading, scanned.config, number) for number in scanned.versions)
         self._rejected.pop(scanned.name, None)
         self._set_latest(scanned.name, targets)
         traffic = compile_traffic(scanned.config)
         deploy = Deploy(scanned.name, targets, operation, present=scanned.present, traffic=traffic)
-        return [(0, deploy), *[(0, Refuse(scanned.name, number, text)) for number, text in scanned.missing.items()]]
+        return [deploy, *[Refuse(scanned.name, number, text) for number, text in scanned.missing.items()]]
 
     def _refusal_reason(self, scanned: ScannedModel) -> str:
         """Why the model cannot be served, including lacking resources of the rate limiter; "" if it can."""

@@ -296,7 +296,7 @@ class ClientOperations:
         self._warn(reading)
         text = self._catalog.failed_load(scanned)
         if text:
-            for _, event in self._catalog.adopt(reading):
+            for event in self._catalog.adopt(reading):
                 self._put(event)
             log_record("error", text, {"model": scanned.name})
             self._send(job.peer, Fail(job.ask.request, "INVALID_ARG", text))
@@ -311,12 +311,12 @@ class ClientOperations:
         number = self._register(job)
         self._dependencies.add(number, others)
         served = self._catalog.configs(self._served(scanned.name))
-        adopted = [event for _, event in self._catalog.adopt(reading, number)]
-        wanted = self._catalog.configs(target.source for target in adopted[0].targets)
-        job.changed = served != wanted
+        adopted = self._catalog.adopt(reading, number)
+        sources = [target.source for event in adopted if isinstance(event, events.Deploy) for target in event.targets]
+        job.changed = served != self._catalog.configs(sources)
         self._put_all(adopted)
 
-    def _put_all(self, adopted: Collection[Any]) -> None:
+    def _put_all(self, adopted: Collection[events.Deploy | events.Refuse]) -> None:
         for event in adopted:
             if isinstance(event, events.Deploy):
                 self._put_deploy(event)
@@ -419,7 +419,7 @@ class ClientOperations:
     def adopt(self, reading: Reading) -> set[int]:
         """Deploys or refuses a model that was read. Returns the operations that this starts."""
         self._warn(reading)
-        adopted = [event for _, event in self._catalog.adopt(reading, next(self._numbers))]
+        adopted = self._catalog.adopt(reading, next(self._numbers))
         refused = {event.reason for event in adopted if isinstance(event, events.Refuse)}
         name = reading.scanned.name
         served = (model := self._core.state.models.get(name)) is not None and model.default() is not None

@@ -45,7 +45,7 @@ def catalog_of(tmp_path: Path, backends: Path, sizes: Sizes | None = None) -> Ca
 
 
 def source_of(catalog: Catalog, name: str) -> tuple[int, Deploy]:
-    ((_, event),) = catalog.adopt(catalog.repositories.read(name))
+    (event,) = catalog.adopt(catalog.repositories.read(name))
     assert isinstance(event, Deploy)
     return event.targets[0].source, event
 

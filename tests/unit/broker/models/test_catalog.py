@@ -18,7 +18,7 @@ from shmserve.broker.models.catalog import Catalog, read_descriptor
 from shmserve.broker.models.overrides import LoadOverride
 from shmserve.broker.models.repositories import Reading, Repositories
 from shmserve.core.effects import Spawn
-from shmserve.core.events import Deploy, Event, Refuse
+from shmserve.core.events import Deploy, Refuse
 from shmserve.core.policy import InstanceSpec
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.protocol.worker_messages import Load
@@ -57,9 +57,9 @@ def catalog(root: Path) -> Catalog:
 
 def deploy(catalog: Catalog, given: LoadOverride | None = None, operation: int = 0) -> Deploy:
     events = catalog.adopt(catalog.repositories.read("m", given), operation)
-    (_, event), *refused = events
+    event, *refused = events
     assert isinstance(event, Deploy)
-    assert all(isinstance(event, Refuse) for _, event in refused)
+    assert all(isinstance(event, Refuse) for event in refused)
     return event
 
 
@@ -255,8 +255,8 @@ def test_a_model_is_rolled_back_to_the_previous_generation(catalog: Catalog, roo
     assert not catalog.is_rejected(catalog.repositories.read("m"))
 
 
-def refused(events: list[Event]) -> list[tuple[str, int, str]]:
-    return [(event.model, event.version, event.reason) for _, event in events if isinstance(event, Refuse)]
+def refused(events: list[Deploy | Refuse]) -> list[tuple[str, int, str]]:
+    return [(event.model, event.version, event.reason) for event in events if isinstance(event, Refuse)]
 
 
 def test_a_model_that_changes_while_it_is_read(catalog: Catalog, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,8 +313,8 @@ def test_what_cannot_be_read_is_refused(
     config.write_text(ALL.replace("identity", "python"))
     (root / "m" / "2" / "model.py").write_text("")
     events = catalog.adopt(catalog.repositories.read("m"))
-    assert isinstance(events[0][1], Deploy)
-    assert [target.number for target in events[0][1].targets] == [2]
+    assert isinstance(events[0], Deploy)
+    assert [target.number for target in events[0].targets] == [2]
     ((name, version, reason),) = refused(events)
     assert (name, version, "model.py" in reason) == ("m", 1, True), "a version without its file, alone"
     config.write_text(ALL.replace("max_batch", "max_bach"))
