@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Set
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from shmserve.broker.models.catalog import Catalog, read_descriptor
@@ -22,6 +21,7 @@ from shmserve.core.effects import Spawn
 from shmserve.core.internal_errors import INTERNAL_ERROR
 from shmserve.core.state import State
 from shmserve.errors import ServeError
+from shmserve.protocol.bodies import MALFORMED
 from shmserve.protocol.worker_messages import Counted, LoadFailed
 
 
@@ -120,7 +120,7 @@ class InstanceWorkers:
             if self._meter is not None:
                 self._meter.measure()
             return events.Compiled(replace(policy, streams=streams or policy.streams))
-        except (ServeError, msgspec.MsgspecError) as error:
+        except (ServeError, *MALFORMED) as error:
             self._workers.kill(peer, "its completed configuration is invalid")
             return LoadFailed("INVALID_ARG", f"invalid completed configuration: {error}")
 
