@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -68,13 +69,11 @@ class HttpLink:
 
     def __init__(self, scheme: str, netloc: str, token: str, timeout: float | None = TIMEOUT_S) -> None:
         self._address = scheme, netloc, token
-        secure = scheme == "https"
-        created: http.client.HTTPConnection
-        if secure:
-            created = http.client.HTTPSConnection(netloc, timeout=timeout, context=ssl.create_default_context())
-        else:
-            created = http.client.HTTPConnection(netloc, timeout=timeout)
-        self._connection = created
+        self._connection = (
+            http.client.HTTPSConnection(netloc, timeout=timeout, context=ssl.create_default_context())
+            if scheme == "https"
+            else http.client.HTTPConnection(netloc, timeout=timeout)
+        )
         self._url = f"{scheme}://{netloc}"
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._closed = False
@@ -152,10 +151,8 @@ class HttpLink:
         self._closed = True
         sock = self._connection.sock
         if sock is not None:
-            try:
+            with contextlib.suppress(OSError):  # the server was faster
                 sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                return  # the server was faster
             if self._lock.acquire(blocking=False):
                 self._connection.close()
                 self._lock.release()

@@ -105,7 +105,7 @@ class LoopLink(SessionLink):
             self._loop = None  # nothing can be scheduled there
             self._lose(ConnectionLost("its event loop was closed"))
             self.session.fail_all(ConnectionLost("the event loop was closed before the response arrived"))
-            self._connecting = self._timer = None
+            self._connecting = self._timer = self._held = None
             self._sending_soon = self._flushing_soon = self._writing = False
         self._loop = loop
         self._polling = LoopPolling(loop, self._busy_poll_ns) if self._busy_poll_ns else None
