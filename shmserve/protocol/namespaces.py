@@ -16,8 +16,8 @@ def namespace(repository: Path) -> str:
     return repository.absolute().name
 
 
-def qualified(namespace: str, name: str) -> str:
-    return f"{namespace}{SEPARATOR}{name}" if namespace else name
+def qualified(space: str, name: str) -> str:
+    return f"{space}{SEPARATOR}{name}" if space else name
 
 
 def namespace_of(name: str) -> str:

@@ -267,10 +267,10 @@ def gateway_settings(settings: argparse.Namespace, busy_poll_ns: int = 0) -> Gat
     if settings.no_gateway:
         return GatewaySettings(0, ())
     options = {flag.name: getattr(settings, flag.dest) for flag in PASSED_ON if _is_passed_on(flag, settings)}
-    limits = {name: value for name, value in settings.limit if name in _OF_GATEWAYS}
+    gateway_limits = {name: value for name, value in settings.limit if name in _OF_GATEWAYS}
     if settings.triton_compatible:
-        limits.setdefault("http_json_bytes", 0)
-    options["limit"] = [f"{name}={value}" for name, value in limits.items()]
+        gateway_limits.setdefault("http_json_bytes", 0)
+    options["limit"] = [f"{name}={value}" for name, value in gateway_limits.items()]
     if busy_poll_ns:
         options["busy-poll-ns"] = busy_poll_ns
     return GatewaySettings(settings.gateways, arguments_of(options))

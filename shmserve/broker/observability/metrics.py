@@ -280,18 +280,18 @@ class Metrics:
         """Adds the metrics of segments. Returns the total size of each worker's segments."""
         worker_bytes: SegmentBytes = {}
         counts = {"client": 0, "worker": 0, "broker": 0}
-        sizes = dict(counts)
+        totals = dict(counts)
         for number, segment in self._state.ledger.segments.items():
             owner = number >> OWNER_SHIFT
             kind = "worker" if owner >= WORKERS_FROM else "client" if owner else "broker"
             counts[kind] += 1
-            sizes[kind] += segment.size
+            totals[kind] += segment.size
             if owner >= WORKERS_FROM:
                 place = owner, segment.on_device
                 worker_bytes[place] = worker_bytes.get(place, 0) + segment.size
         for kind, count in counts.items():
             page.add("shmserve_segments", count, f'owner="{kind}"')
-            page.add("shmserve_segment_bytes", sizes[kind], f'owner="{kind}"')
+            page.add("shmserve_segment_bytes", totals[kind], f'owner="{kind}"')
         page.add("shmserve_broker_arena_used_bytes", self._arena.used)
         page.add("shmserve_broker_arena_committed_bytes", self._arena.committed)
         page.add("shmserve_broker_arena_limit_bytes", self._arena_limit)
@@ -386,11 +386,11 @@ def _times(page: Page, name: str, counts: list[int], ns: int, named: str) -> Non
 
 def _sizes(page: Page, counted: Statistics, largest: int, named: str) -> None:
     """Adds the histogram of batch sizes. Bucket limits are powers of two, up to the first one >= `largest`."""
-    sizes = counted.batches
-    count = sum(batch.count for batch in sizes.values())
-    rows = sum(rows * batch.count for rows, batch in sizes.items())
+    batches = counted.batches
+    count = sum(batch.count for batch in batches.values())
+    rows = sum(rows * batch.count for rows, batch in batches.items())
     edges = [1 << bits for bits in range((largest - 1).bit_length() + 1)]
-    below = [sum(batch.count for rows, batch in sizes.items() if rows <= edge) for edge in edges]
+    below = [sum(batch.count for rows, batch in batches.items() if rows <= edge) for edge in edges]
     page.histogram("shmserve_batch_rows", [str(edge) for edge in edges], below, count, rows, named)
 
 

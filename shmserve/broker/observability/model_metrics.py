@@ -98,10 +98,10 @@ class ModelCounters:
         versions: dict[tuple[str, str], list[figures.Sample]] = {}
         for model, merged in models.items():
             for subject, numbers in ((sample.subject, sample.numbers) for sample in merged.values()):
-                labels = dict(subject.labels)
+                by_name = dict(subject.labels)
                 values = numbers[1:] if subject.kind == HISTOGRAM else numbers[1:2]
-                versions.setdefault((model, labels.get("version", "")), []).append(
-                    (subject.name, labels, subject.edges, values)
+                versions.setdefault((model, by_name.get("version", "")), []).append(
+                    (subject.name, by_name, subject.edges, values)
                 )
         return {key: counts for key, samples in versions.items() if (counts := figures.counts_of(samples))}
 

@@ -50,8 +50,8 @@ class ControlGroup:
     def used_up(self) -> bool:
         """Whether the kernel killed a process of the group for exceeding the group's limit."""
         events = self._events("memory.events")
-        own = self._events("memory.events.local") or events  # Linux before 5.2 only has `events`
-        return own.get("oom", 0) > 0 and events.get("oom_kill", 0) > 0
+        local = self._events("memory.events.local") or events  # Linux before 5.2 only has `events`
+        return local.get("oom", 0) > 0 and events.get("oom_kill", 0) > 0
 
     def _events(self, name: str) -> dict[str, int]:
         try:
