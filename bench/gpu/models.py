@@ -43,13 +43,13 @@ MAKE = (
     HEAD
     + """
     def initialize(self, args):
-        self.made = {}
+        self.arrays = {}
 
     def one(self, x):
         size = int(cupy.asnumpy(x)[0])
-        if size not in self.made:
-            self.made[size] = cupy.full(size, 7, "float32")
-        return pb_utils.Tensor.from_dlpack("y", self.made[size])
+        if size not in self.arrays:
+            self.arrays[size] = cupy.full(size, 7, "float32")
+        return pb_utils.Tensor.from_dlpack("y", self.arrays[size])
 """
 )
 
@@ -77,9 +77,9 @@ def chain(
     """An ensemble with the input x and the output y. `names`: those of the steps' tensors."""
     tensors = ["x", *(f"t{number}" for number in range(1, len(steps))), "y"]
     parts = [
-        f'step [ {{ model_name: "{step}" model_version: -1 input_map {{ key: "{names[0]}" value: "{provided}" }} '
-        f'output_map {{ key: "{names[1]}" value: "{created}" }} }} ]'
-        for step, provided, created in zip(steps, tensors, tensors[1:], strict=False)
+        f'step [ {{ model_name: "{step}" model_version: -1 input_map {{ key: "{names[0]}" value: "{source}" }} '
+        f'output_map {{ key: "{names[1]}" value: "{target}" }} }} ]'
+        for step, source, target in zip(steps, tensors, tensors[1:], strict=False)
     ]
     (root / name / "1").mkdir(parents=True)
     (root / name / "config.pbtxt").write_text(

@@ -100,7 +100,7 @@ class Busy:
 
 
 def facts() -> dict[str, str]:
-    """The GPU and its libraries, for the head of the results. Empty without a GPU."""
+    """The GPU and its libraries, for the head of the results. Without a GPU, the reason."""
     from shmserve.version import version_of
 
     try:
