@@ -162,8 +162,10 @@ class TraceFile:
         """File -> offset at which its array continues."""
         self._now = path
         """The current file."""
-        self._in_file = 0
         self._files = 0
+        """Number of the current numbered file."""
+        self._in_file = 0
+        """Number of traces in it."""
         self._timer: Any = None
         self._logged = PerSecond()
 
@@ -177,14 +179,15 @@ class TraceFile:
         place = self._path.with_name(f"{self._path.name}.{self._files}") if frequency else self._path
         if place != self._now:
             self._flush()
-            self._now, self._in_file = place, 0
+            self._now = place
         self._lines += lines(traced, self._read)
-        if not traced.parent:  # the trace of a step or call belongs to that of its request
+        if frequency and not traced.parent:  # the trace of a step or call belongs to that of its request
             self._in_file += 1
         if frequency and self._in_file >= frequency:
             self._flush()
             del self._ends[place]
             self._files += 1
+            self._in_file = 0
         elif self._timer is None:
             self._timer = self._loop.call_later(FLUSH_S, self._flush_soon)
 

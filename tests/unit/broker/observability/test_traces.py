@@ -243,9 +243,12 @@ def test_the_file_is_json_at_any_time(tmp_path: Path) -> None:
         file.write(traced(number))
     frequency = 0
     file.write(traced(6))
+    frequency = 2
+    file.write(traced(7))
+    file.write(traced(8))
     file.close()
     found = {path.name: sorted({line["id"] for line in read(path)}) for path in tmp_path.iterdir()}
-    assert found == {"t.json.0": [1, 2], "t.json.1": [3, 4], "t.json.2": [5], "t.json": [6]}
+    assert found == {"t.json.0": [1, 2], "t.json.1": [3, 4], "t.json.2": [5, 7], "t.json.3": [8], "t.json": [6]}
 
 
 def test_steps_and_calls_are_in_the_trace_file_of_their_request(tmp_path: Path) -> None:
