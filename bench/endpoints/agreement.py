@@ -84,9 +84,13 @@ def compared(what: str, by_tool: Mapping[str, list[WrkTurn]]) -> Iterator[Row]:
             ("requests/s", [turn.per_s for turn in of_bench], [turn.per_s for turn in turns]),
             ("p50", [turn.p50_us for turn in of_bench], [turn.p50_us for turn in turns]),
         ):
-            mine, theirs = median(own), median(other)
-            shown = f"{mine:,.0f} to {theirs:,.0f}" if metric != "p50" else f"{micros(mine)} to {micros(theirs)}"
-            yield Row(f"{what}: {metric} of bench, to {name}", mine / theirs, "x", 1 - WITHIN, 1 + WITHIN, shown)
+            measured, reference = median(own), median(other)
+            shown = (
+                f"{measured:,.0f} to {reference:,.0f}"
+                if metric != "p50"
+                else f"{micros(measured)} to {micros(reference)}"
+            )
+            yield Row(f"{what}: {metric} of bench, to {name}", measured / reference, "x", 1 - WITHIN, 1 + WITHIN, shown)
 
 
 def rows(
