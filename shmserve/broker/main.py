@@ -34,7 +34,7 @@ from shmserve.broker.models.poller import Poll
 from shmserve.broker.models.reader import ReaderThread
 from shmserve.broker.models.remote import open_remote
 from shmserve.broker.models.remote_changes import RemoteChanges
-from shmserve.broker.models.repositories import Reading, Repositories
+from shmserve.broker.models.repositories import ModelReading, Repositories
 from shmserve.broker.models.traffic import TrafficControl
 from shmserve.broker.observability import service_status
 from shmserve.broker.observability.log_settings import LogSettings
@@ -114,7 +114,7 @@ def _start(settings: argparse.Namespace) -> int:
         return 1
 
 
-class ServerProcess:
+class BrokerProcess:
     """The whole server, from start to stop: broker, gateways, signal handlers and progress reports."""
 
     def __init__(self, settings: argparse.Namespace, loop: Any, manager: ServiceManager, recent: RecentRecords) -> None:
@@ -369,7 +369,7 @@ class ServerProcess:
         for finding in [finding for root in settings.model_repository for finding in repository_findings(root)]:
             hint = f" -> {finding.hint}" if finding.hint else ""
             log.warning("%s: %s%s", finding.where, finding.text, hint)
-        needed: list[tuple[str, Reading]] = []
+        needed: list[tuple[str, ModelReading]] = []
         if settings.model_control_mode == "poll" and settings.repository_poll_secs:
             poll = Poll(self._repositories, setting.settle_s(settings))
             changes = poll.check(at_start=True)
@@ -396,11 +396,11 @@ class ServerProcess:
             log.info("downloading models from %s", ", ".join(map(str, settings.remote_repositories)))
             self._remote_changes.begin(settings.load_model)
 
-    def _read(self, name: str) -> Reading:
+    def _read(self, name: str) -> ModelReading:
         try:
             return self._repositories.read(name)
         except ServeError as error:
-            return Reading(ScannedModel.failed(name, Path(), error.message))
+            return ModelReading(ScannedModel.failed(name, Path(), error.message))
 
     def _on_turn(self) -> bool:
         """Returns whether models to serve from the start are still loading."""
@@ -522,7 +522,7 @@ def _serve(settings: argparse.Namespace, manager: ServiceManager, recent: Recent
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
     try:
-        return ServerProcess(settings, loop, manager, recent).run()
+        return BrokerProcess(settings, loop, manager, recent).run()
     except ServeError as error:
         raise CannotStart(str(error)) from None
     finally:

@@ -22,7 +22,7 @@ _ACTIVITY = (*_REPOSITORY, "statistics")
 _REPORT = (*_REPOSITORY, "metadata", "model-config", "statistics")
 
 
-class Row(NamedTuple):
+class ActionRow(NamedTuple):
     name: str
     roles: tuple[str, ...]
     """Any of them is sufficient. Without roles, the action is denied."""
@@ -52,9 +52,9 @@ def _inference(
     *,
     also: tuple[str, ...] = (),
     grpc: tuple[str, ...] = (),
-) -> Row:
+) -> ActionRow:
     """An endpoint that runs a model. `also`: its other paths."""
-    return Row(
+    return ActionRow(
         name,
         _INFER,
         summary,
@@ -67,24 +67,24 @@ def _inference(
     )
 
 
-def _query(name: str, roles: tuple[str, ...], summary: str, groups: tuple[str, ...], **more: Any) -> Row:
+def _query(name: str, roles: tuple[str, ...], summary: str, groups: tuple[str, ...], **more: Any) -> ActionRow:
     """A query that the broker answers."""
-    return Row(name, roles, summary, query=name, groups=groups, **more)
+    return ActionRow(name, roles, summary, query=name, groups=groups, **more)
 
 
-def _operation(name: str, summary: str, groups: tuple[str, ...], **more: Any) -> Row:
+def _operation(name: str, summary: str, groups: tuple[str, ...], **more: Any) -> ActionRow:
     """An operation that the broker runs for an operator."""
-    return Row(name, _OPERATE, summary, query=name, groups=groups, changes=True, **more)
+    return ActionRow(name, _OPERATE, summary, query=name, groups=groups, changes=True, **more)
 
 
 class Action(str, Enum):
     """A member is equal to the name in its row."""
 
-    row: Row
+    row: ActionRow
 
     def __new__(cls, *row: object) -> Action:
         """Enum unpacks the row, as it does with every tuple."""
-        fields = Row(*row)  # type: ignore[arg-type]
+        fields = ActionRow(*row)  # type: ignore[arg-type]
         self = str.__new__(cls, fields.name)
         self._value_ = fields.name
         self.row = fields
@@ -93,7 +93,7 @@ class Action(str, Enum):
     __hash__ = str.__hash__
     """Replaces Enum's hash, which is a Python function: every request looks up its action."""
 
-    NONE = Row("", ())
+    NONE = ActionRow("", ())
     """The action of a request without a route."""
     # Paths are tried in the order of the rows, so the most frequent requests come first.
     INFER = _inference(
@@ -197,7 +197,7 @@ class Action(str, Enum):
         http=("GET /v2/health/ready", "GET /health"),
         grpc=("ServerReady", f"{_HEALTH}/Check", f"{_HEALTH}/Watch"),
     )
-    MODEL_READY = Row(
+    MODEL_READY = ActionRow(
         "model_ready",
         _ANY,
         "Readiness of the model",
@@ -216,7 +216,7 @@ class Action(str, Enum):
         grpc=("ServerMetadata",),
         gives="Server",
     )
-    MODEL_METADATA = Row(
+    MODEL_METADATA = ActionRow(
         "model_metadata",
         _ANY,
         "Model metadata: inputs and outputs",
@@ -226,7 +226,7 @@ class Action(str, Enum):
         groups=("metadata",),
         gives="Model",
     )
-    OPENAPI = Row(
+    OPENAPI = ActionRow(
         "openapi",
         _ANY,
         "This document",
@@ -234,7 +234,7 @@ class Action(str, Enum):
         groups=("metadata",),
         gives="Any",
     )
-    MODEL_OPENAPI = Row(
+    MODEL_OPENAPI = ActionRow(
         "model_openapi",
         _ANY,
         "The endpoints of the model as an OpenAPI document",
@@ -306,7 +306,7 @@ class Action(str, Enum):
         grpc=("RepositoryModelUnload",),
         takes="Unload",
     )
-    NAMED_REPOSITORY = Row(
+    NAMED_REPOSITORY = ActionRow(
         "named_repository",
         _OPERATE,
         "Not supported: 501",
@@ -334,7 +334,7 @@ class Action(str, Enum):
     SET_TRAFFIC = _operation("set_traffic", "Change shares, aliases and shadows", _REPOSITORY)
     SET_SERVICE = _operation("set_service", "Take the server out of service, or back", ("health",))
     RECORD = _operation("record", "Record when each client sends requests", ("trace",))
-    OPENAI_MODELS = Row(
+    OPENAI_MODELS = ActionRow(
         "openai_models",
         _ANY,
         "OpenAI-compatible: language models and embedding models",
@@ -343,7 +343,7 @@ class Action(str, Enum):
         groups=_REPOSITORY,
         gives="OpenAiModels",
     )
-    OPENAI_MODEL = Row(
+    OPENAI_MODEL = ActionRow(
         "openai_model",
         _ANY,
         "OpenAI-compatible: one of them",
@@ -352,7 +352,7 @@ class Action(str, Enum):
         groups=_REPOSITORY,
         gives="OpenAiModel",
     )
-    MEMORY_STATUS = Row(
+    MEMORY_STATUS = ActionRow(
         "memory_status",
         _MEMORY,
         "Registered shared memory regions",
@@ -364,7 +364,7 @@ class Action(str, Enum):
         groups=("shared-memory",),
         gives="Regions",
     )
-    MEMORY_REGISTER = Row(
+    MEMORY_REGISTER = ActionRow(
         "memory_register",
         _MEMORY,
         "Register a shared memory region of the client",
@@ -377,7 +377,7 @@ class Action(str, Enum):
         changes=True,
         takes="Region",
     )
-    MEMORY_UNREGISTER = Row(
+    MEMORY_UNREGISTER = ActionRow(
         "memory_unregister",
         _MEMORY,
         "Unregister a region, or all regions",
@@ -389,13 +389,13 @@ class Action(str, Enum):
         groups=("shared-memory",),
         changes=True,
     )
-    PAGE_FILE = Row(
+    PAGE_FILE = ActionRow(
         "page_file",
         _PAGE,
         "A file of the web page: code and style sheets, which contain no data",
         http=("GET /", "GET /docs", "GET /page/{file}", "GET /page/{folder}/{file}"),
     )
-    PAGE_EVENTS = Row(
+    PAGE_EVENTS = ActionRow(
         "page_events",
         _PAGE,
         "The event stream of the web page",
@@ -403,20 +403,20 @@ class Action(str, Enum):
         http=("GET /page/events",),
         groups=_ACTIVITY,
     )
-    PAGE_PREFLIGHT = Row(
+    PAGE_PREFLIGHT = ActionRow(
         "page_preflight",
         (),
         "A browser's CORS preflight: may the page of another server read the event stream?",
         http=("OPTIONS /page/events",),
     )
-    PAGE_HISTORY = Row(
+    PAGE_HISTORY = ActionRow(
         "page_history",
         (*_PAGE, *_READ),
         "The last hour of the server, or of a version",
         http=("GET /page/history[/{model}/versions/{version}]",),
         groups=_ACTIVITY,
     )
-    PAGE_MODEL = Row(
+    PAGE_MODEL = ActionRow(
         "page_model",
         _PAGE,
         "The web page's report on a model",

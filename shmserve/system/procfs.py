@@ -16,7 +16,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
 
 
-class Usage(Struct, frozen=True):
+class ProcessUsage(Struct, frozen=True):
     cpu_seconds: float = 0.0
     resident_bytes: int = 0
     """Resident memory, including shared pages."""
@@ -24,7 +24,7 @@ class Usage(Struct, frozen=True):
     """Seconds after boot."""
 
 
-NO_USAGE = Usage()
+NO_USAGE = ProcessUsage()
 
 
 def stat_fields(pid: int) -> list[bytes]:
@@ -32,12 +32,12 @@ def stat_fields(pid: int) -> list[bytes]:
     return _read(pid, "stat").rpartition(b")")[2].split()  # the name before ")" may contain any character
 
 
-def usage(pid: int) -> Usage:
+def usage(pid: int) -> ProcessUsage:
     fields = stat_fields(pid)
     if not fields:
         return NO_USAGE
     ticks = int(fields[11]) + int(fields[12])
-    return Usage(ticks / TICKS, int(fields[21]) * PAGE, int(fields[19]) / TICKS)
+    return ProcessUsage(ticks / TICKS, int(fields[21]) * PAGE, int(fields[19]) / TICKS)
 
 
 def parent(pid: int) -> int:

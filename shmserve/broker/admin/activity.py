@@ -33,7 +33,7 @@ COMPARED_S = 10.0
 Document = dict[str, Any]
 
 
-class Arguments(Struct):
+class ActivityBody(Struct):
     """`since`: `time_ns` of the caller's last document. The new one lists only the models that have changed since,
     whose names are in `changed`. 0: all."""
 
@@ -98,7 +98,7 @@ class ActivityReport:
         self._started = procfs.usage(os.getpid()).started
 
     def answer(self, body: bytes) -> Document:
-        since: int = decode_body(body, Arguments, "'activity'").since
+        since: int = decode_body(body, ActivityBody, "'activity'").since
         began, spent = time.monotonic_ns(), time.thread_time_ns()
         if began / 1e9 >= self._compared_at + COMPARED_S:
             self._compared_at = began / 1e9

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from shmserve.broker.models.backend_files import BackendFiles
 from shmserve.broker.models.differences import LoadedVersion
-from shmserve.broker.models.repositories import KeptConfig, Reading, Repositories
+from shmserve.broker.models.repositories import KeptConfig, ModelReading, Repositories
 from shmserve.broker.processes.workers import DEFAULTS, WorkerResources, resources_of
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Refuse, Target
@@ -77,7 +77,7 @@ class VersionSource(Struct, eq=False):
     prepared: PreparedModel | None = None
     """The results of the model's repository agents, kept as long as this version may be loaded again."""
     tree: str = ""
-    """See Reading."""
+    """See ModelReading."""
     warnings: tuple[str, ...] = ()
     """About its configuration."""
 
@@ -109,7 +109,7 @@ class Catalog:
 
     # ------------------------------------------------------------------------------------ deployment
 
-    def adopt(self, reading: Reading, operation: int = 0) -> list[Deploy | Refuse]:
+    def adopt(self, reading: ModelReading, operation: int = 0) -> list[Deploy | Refuse]:
         """Events for the core: a Deploy, or Refuse with the reason if the model cannot be served."""
         scanned = reading.scanned
         reason = self._refusal_reason(scanned)
@@ -148,7 +148,7 @@ class Catalog:
             return f"load failed for model '{scanned.name}': {'; '.join(whys)}"
         return f"failed to load '{scanned.name}': {reason}"
 
-    def _target(self, reading: Reading, config: ModelConfig, number: int) -> Target:
+    def _target(self, reading: ModelReading, config: ModelConfig, number: int) -> Target:
         source = self._sources[self._source(reading, number)]
         if is_ensemble(config):
             source.completed = config
@@ -200,7 +200,7 @@ class Catalog:
         traffic = compile_traffic(self._sources[newest].config)
         return Deploy(model, tuple(targets), operation, traffic=traffic)
 
-    def is_rejected(self, reading: Reading) -> bool:
+    def is_rejected(self, reading: ModelReading) -> bool:
         """Whether a rollback replaced the versions that were read."""
         rejected, scanned = self._rejected.get(reading.scanned.name), reading.scanned
         if not rejected or scanned.config is None:
@@ -226,7 +226,7 @@ class Catalog:
         problems = check_graph(source.config, members)
         return "; ".join(f"{problem.path}: {problem.text}" for problem in problems)
 
-    def warnings(self, reading: Reading) -> list[tuple[str, str]]:
+    def warnings(self, reading: ModelReading) -> list[tuple[str, str]]:
         """Findings for the model's owner, each with a hint; "" if the finding includes it."""
         findings = [(finding.relative, finding.hint) for finding in reading.findings]
         config = reading.scanned.config
@@ -236,7 +236,7 @@ class Catalog:
 
     # ------------------------------------------------------------------------------------ sources of versions
 
-    def _source(self, reading: Reading, version: int) -> int:
+    def _source(self, reading: ModelReading, version: int) -> int:
         """The number of the version's source: an existing one if nothing has changed, otherwise a new one."""
         scanned, override = reading.scanned, reading.override
         assert scanned.config is not None
@@ -393,7 +393,7 @@ class Catalog:
         return by_field, as_text(final, by_field)
 
 
-def _mark(reading: Reading, version: int) -> object:
+def _mark(reading: ModelReading, version: int) -> object:
     """A value that is equal for readings that result in the same version."""
     assert reading.scanned.config is not None
     config = reading.scanned.config

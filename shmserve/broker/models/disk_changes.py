@@ -12,8 +12,8 @@ from typing import Any
 
 from shmserve.broker.models.catalog import Catalog
 from shmserve.broker.models.operations import ClientOperations
-from shmserve.broker.models.poller import Changes, Poll
-from shmserve.broker.models.repositories import Reading
+from shmserve.broker.models.poller import Poll, PollChanges
+from shmserve.broker.models.repositories import ModelReading
 from shmserve.broker.observability.logs import log_record
 from shmserve.core import events
 from shmserve.core.owners.model import Model
@@ -67,7 +67,7 @@ class DiskChanges:
             return
         self._check_queued, poll = True, self._poll
 
-        def check() -> Changes:
+        def check() -> PollChanges:
             self._check_queued = False  # this check may miss changes from now on
             return poll.check()
 
@@ -81,13 +81,13 @@ class DiskChanges:
             self._polling = True
             self._reader.run(lambda: self._check(poll), self._changed)
 
-    def _check(self, poll: Poll) -> Changes:
+    def _check(self, poll: Poll) -> PollChanges:
         try:
             return poll.check()
         finally:
             self._polling = False
 
-    def _changed(self, changes: Changes) -> None:
+    def _changed(self, changes: PollChanges) -> None:
         for text in changes.problems:
             log.error("%s", text)
         for reading in changes.readings:
@@ -123,7 +123,7 @@ class DiskChanges:
         served = [version.source for version in versions if version.reason != UNLOADED]
         return bool(model.reason or served) and not any(map(self._catalog.is_override, served))
 
-    def _read_again(self, names: Collection[str]) -> list[Reading]:
+    def _read_again(self, names: Collection[str]) -> list[ModelReading]:
         readings = []
         for name in names:
             try:
@@ -134,7 +134,7 @@ class DiskChanges:
                 )
         return readings
 
-    def _read_everything(self) -> tuple[list[Reading], Collection[str] | None]:
+    def _read_everything(self) -> tuple[list[ModelReading], Collection[str] | None]:
         try:
             return self._repositories.read_all(), self._repositories.names_on_disk()
         except (ServeError, OSError) as error:
@@ -143,7 +143,7 @@ class DiskChanges:
 
     def refuse(self, model: str, reason: str) -> None:
         """Reports a model that cannot be read. Its served versions stay."""
-        self._operations.adopt(Reading(ScannedModel.failed(model, Path(), reason)))
+        self._operations.adopt(ModelReading(ScannedModel.failed(model, Path(), reason)))
 
     def unload_removed(self, model: str) -> None:
         """Unloads a model that was removed from its repository."""
@@ -151,7 +151,7 @@ class DiskChanges:
         self._catalog.forget(model)
         self._put(events.Unload(model))
 
-    def renew(self, readings: Collection[Reading], names: Collection[str] | None) -> None:
+    def renew(self, readings: Collection[ModelReading], names: Collection[str] | None) -> None:
         """Deploys the models that were read. `names`: all models in the repositories, to unload others; None: unload
         none."""
         for reading in readings:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from shmserve.broker.models.repositories import Reading, Repositories
+from shmserve.broker.models.repositories import ModelReading, Repositories
 from shmserve.core.effects import Settled
 from shmserve.errors import ServeError
 from shmserve.protocol.namespaces import plain
@@ -91,7 +91,9 @@ class OperationDependencies:
         return reportable
 
 
-def needs(reading: Reading, repositories: Repositories, named: Collection[str] = ()) -> Iterator[tuple[str, Reading]]:
+def needs(
+    reading: ModelReading, repositories: Repositories, named: Collection[str] = ()
+) -> Iterator[tuple[str, ModelReading]]:
     """The models of an ensemble's steps, recursively, each with the ensemble that names it. Omits models that cannot be
     read, as the ensemble itself reports missing models, and models in `named`, which are loaded by their own names,
     with the models that those need."""

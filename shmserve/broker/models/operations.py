@@ -19,9 +19,9 @@ from shmserve.broker.models.catalog import Catalog
 from shmserve.broker.models.differences import Differences
 from shmserve.broker.models.ensemble_members import Companions, OperationDependencies, needs
 from shmserve.broker.models.overrides import RestartBody, RollbackBody, UnloadBody, Upload
-from shmserve.broker.models.reader import Job, Reader, ReaderThread
+from shmserve.broker.models.reader import OperationJob, Reader, ReaderThread
 from shmserve.broker.models.remote import NotDownloaded, RemoteModels
-from shmserve.broker.models.repositories import KeptConfig, Reading
+from shmserve.broker.models.repositories import KeptConfig, ModelReading
 from shmserve.broker.observability.logs import log_record
 from shmserve.core import effects, events
 from shmserve.core.core import Core
@@ -83,8 +83,8 @@ class ClientOperations:
         self.reader = Reader(loop, thread, remote, lambda model: bool(self._served(model)), self._failed)
         self._numbers = count(1)
         self._uploads: dict[tuple[int, int], tuple[Ask, Upload]] = {}
-        self._jobs: dict[int, Job] = {}
-        self._deploys: dict[str, deque[tuple[Job, Upload, bytes | None]]] = {}
+        self._jobs: dict[int, OperationJob] = {}
+        self._deploys: dict[str, deque[tuple[OperationJob, Upload, bytes | None]]] = {}
         """Models with a load or rollback in progress -> those queued behind it."""
         self._replacing: dict[int, tuple[str, set[int]]] = {}
         """Operation -> the model, and the sources that were served when it began."""
@@ -112,7 +112,7 @@ class ClientOperations:
             if ask.more:
                 self._uploads[peer, ask.request] = (first, upload)
                 return True
-            self._start(Job(peer, first, time.monotonic()), upload, ask.body if begun is None else None)
+            self._start(OperationJob(peer, first, time.monotonic()), upload, ask.body if begun is None else None)
         except ServeError as error:
             if upload is not None:
                 upload.close()
@@ -142,7 +142,7 @@ class ClientOperations:
         for key in [key for key in self._uploads if key[0] == peer]:
             self._uploads.pop(key)[1].close()
 
-    def _start(self, job: Job, upload: Upload, body: bytes | None) -> None:
+    def _start(self, job: OperationJob, upload: Upload, body: bytes | None) -> None:
         what, model = job.ask.what, job.ask.model
         if what in DEPLOYS:
             queued = self._deploys.get(model)
@@ -173,7 +173,7 @@ class ClientOperations:
         # Queue it in the thread, behind earlier loads.
         self.reader.run(lambda: None, lambda _: self._unload(job, options), job)
 
-    def _start_next(self, ended: Job) -> None:
+    def _start_next(self, ended: OperationJob) -> None:
         """Starts the next queued operation of a model when a load or rollback has ended."""
         if ended.ask.what not in DEPLOYS:
             return
@@ -197,7 +197,7 @@ class ClientOperations:
             text = f"failed to load '{model}': {OVERTAKEN}"
             self._send(job.peer, Fail(job.ask.request, Unavailable.code, text))
 
-    def _unload(self, job: Job, options: UnloadBody) -> None:
+    def _unload(self, job: OperationJob, options: UnloadBody) -> None:
         number = self._register(job)
         self.reader.end_downloads(job.ask.model)
         same = [model.name for model in self._core.state.namesakes.get(job.ask.model, ())] or [job.ask.model]
@@ -226,7 +226,7 @@ class ClientOperations:
         )
         self._send(job.peer, Fail(job.ask.request, "DEADLINE_EXCEEDED", text))
 
-    def _roll_back(self, job: Job) -> None:
+    def _roll_back(self, job: OperationJob) -> None:
         """Deploys the versions that were served before the last load."""
         number = self._register(job)
         try:
@@ -249,14 +249,14 @@ class ClientOperations:
         versions = model.versions.values() if model is not None else ()
         return {version.source for version in versions if version.state is VersionState.READY}
 
-    def _register(self, job: Job) -> int:
+    def _register(self, job: OperationJob) -> int:
         number = next(self._numbers)
         self._jobs[number] = job
         return number
 
     def _read(
         self, model: str, upload: Upload, kept: KeptConfig | None
-    ) -> tuple[list[Reading], list[tuple[str, Reading]]]:
+    ) -> tuple[list[ModelReading], list[tuple[str, ModelReading]]]:
         """The model, in each namespace that has it, and the models that ensembles among them need."""
         try:
             override = upload.unpack(self._settings.place, model)
@@ -271,7 +271,7 @@ class ClientOperations:
         upload.close()
         return result
 
-    def _load_companions(self, needed: Collection[tuple[str, Reading]]) -> set[int]:
+    def _load_companions(self, needed: Collection[tuple[str, ModelReading]]) -> set[int]:
         """Deploys models that ensembles need and that are not served yet. Returns the operations in progress."""
         operations: set[int] = set()
         for ensemble, reading in needed:
@@ -289,7 +289,9 @@ class ClientOperations:
                 self._put(events.Unload(other))
         return operations
 
-    def _deploy(self, job: Job, readings: Sequence[Reading], needed: Collection[tuple[str, Reading]]) -> None:
+    def _deploy(
+        self, job: OperationJob, readings: Sequence[ModelReading], needed: Collection[tuple[str, ModelReading]]
+    ) -> None:
         """Deploys the models that were read for a client's load, or reports why the first one cannot be served."""
         reading, *namesakes = readings
         scanned = reading.scanned
@@ -323,7 +325,7 @@ class ClientOperations:
             else:
                 self._put(event)
 
-    def _warn(self, reading: Reading) -> None:
+    def _warn(self, reading: ModelReading) -> None:
         for text, hint in self._catalog.warnings(reading):
             more = f" -> {hint}" if hint else ""
             log_record("warning", f"model '{reading.scanned.name}': {text}{more}", {"model": reading.scanned.name})
@@ -349,7 +351,7 @@ class ClientOperations:
         self._answer(job, effect)
         self._start_next(job)
 
-    def _answer(self, job: Job, effect: effects.Settled) -> None:
+    def _answer(self, job: OperationJob, effect: effects.Settled) -> None:
         if effect.code:
             self._send(job.peer, Fail(job.ask.request, effect.code, effect.text))
             return
@@ -365,7 +367,7 @@ class ClientOperations:
         for message in answers_of(job.ask.request, pieces_of(msgspec.json.encode(answer))):
             self._send(job.peer, message)
 
-    def _failed(self, job: Job | None, error: Exception) -> None:
+    def _failed(self, job: OperationJob | None, error: Exception) -> None:
         """Reports an error to the job's client, or logs it if there is no job."""
         if job is None:
             log.error("cannot read the repositories; models are served unchanged", exc_info=error)
@@ -403,20 +405,20 @@ class ClientOperations:
 
     # ------------------------------------------------------------------------------------ deployment
 
-    def begin(self, readings: Collection[Reading], needed: Collection[tuple[str, Reading]] = ()) -> None:
+    def begin(self, readings: Collection[ModelReading], needed: Collection[tuple[str, ModelReading]] = ()) -> None:
         """Deploys the models to serve from the start. `needed`: models that ensembles among them need."""
         for reading in readings:
             self._companions.requested(reading.scanned.name)
             self.adopt(reading)
         self._load_companions(needed)
 
-    def follow(self, reading: Reading) -> None:
+    def follow(self, reading: ModelReading) -> None:
         """Deploys a model that has changed on disk."""
         name, now = reading.scanned.name, time.monotonic()
         log_record("info", f"model '{name}' has changed in the repository", {"model": name})
         self._following |= dict.fromkeys(self.adopt(reading), (name, now))
 
-    def adopt(self, reading: Reading) -> set[int]:
+    def adopt(self, reading: ModelReading) -> set[int]:
         """Deploys or refuses a model that was read. Returns the operations that this starts."""
         self._warn(reading)
         adopted = self._catalog.adopt(reading, next(self._numbers))

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shmserve.broker.models.backend_files import KnownBackends
-from shmserve.broker.models.repositories import Reading, Repositories, read_doubled
+from shmserve.broker.models.repositories import ModelReading, Repositories, read_doubled
 from shmserve.errors import ServeError
 from shmserve.repo.remote.cache import tree_of
 from shmserve.repo.storage.snapshot import Snapshot, take
 
 
-class Changes(NamedTuple):
+class PollChanges(NamedTuple):
     """Models to deploy, names of removed models, and errors. `recheck_s`: seconds until the next poll makes sense."""
 
-    readings: list[Reading]
+    readings: list[ModelReading]
     removed: list[str]
     names: Collection[str]
     problems: list[str]
@@ -64,12 +64,12 @@ class Poll:
         self._problems: list[str] = []
         """Those of the last poll, which are not reported again."""
 
-    def check(self, at_start: bool = False) -> Changes:
+    def check(self, at_start: bool = False) -> PollChanges:
         settle_s = 0.0 if at_start else self._settle_s
         try:
             names = self._repositories.names_on_disk()
         except ServeError as error:  # the repository itself cannot be read now
-            return Changes([], [], list(self._known), self._new([error.message]), float("inf"))
+            return PollChanges([], [], list(self._known), self._new([error.message]), float("inf"))
         backends = _Pass({}, {})
         models = (self._model(name, folders, settle_s, backends) for name, folders in names.items())
         readings = [reading for reading in models if reading is not None]
@@ -79,13 +79,13 @@ class Poll:
             self._backends.pop(name, None)
         self._unsettled = {name: entry for name, entry in self._unsettled.items() if name in names}
         again = self._settle_s if self._unsettled else float("inf")
-        return Changes(readings, removed, names, self._new(self._repositories.unread_files()), again)
+        return PollChanges(readings, removed, names, self._new(self._repositories.unread_files()), again)
 
     def _new(self, problems: list[str]) -> list[str]:
         before, self._problems = self._problems, problems
         return [text for text in problems if text not in before]
 
-    def _model(self, name: str, folders: list[Path], settle_s: float, backends: _Pass) -> Reading | None:
+    def _model(self, name: str, folders: list[Path], settle_s: float, backends: _Pass) -> ModelReading | None:
         if len(folders) > 1:
             digest = f"in {len(folders)} repositories"
             if self._known.get(name) == digest:

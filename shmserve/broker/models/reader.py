@@ -21,7 +21,7 @@ from shmserve.protocol.messages import Ask
 T = TypeVar("T")
 
 
-class Job(Struct):
+class OperationJob(Struct):
     """An operation whose result a client waits for."""
 
     peer: int
@@ -67,25 +67,27 @@ class Reader:
         thread: ReaderThread,
         remote: RemoteModels | None,
         is_served: Callable[[str], bool],
-        failed: Callable[[Job | None, Exception], None],
+        failed: Callable[[OperationJob | None, Exception], None],
     ) -> None:
         self._loop = loop
         self._remote = remote
         self._is_served = is_served
         self._failed = failed
         self._thread = thread
-        self._fetching: list[Job] = []
+        self._fetching: list[OperationJob] = []
         """Loads that wait for a download."""
         self.closed = False
 
-    def run(self, work: Callable[[], T], then: Callable[[T], None], job: Job | None = None) -> None:
+    def run(self, work: Callable[[], T], then: Callable[[T], None], job: OperationJob | None = None) -> None:
         """Calls `then` on the loop with the result. If the work of a job needs a model that has not been downloaded, it
         is repeated after the download."""
         self._thread.start(work).add_done_callback(
             lambda future: self._loop.call_soon_threadsafe(self._back, future, work, then, job)
         )
 
-    def _back(self, future: Future[T], work: Callable[[], T], then: Callable[[T], None], job: Job | None) -> None:
+    def _back(
+        self, future: Future[T], work: Callable[[], T], then: Callable[[T], None], job: OperationJob | None
+    ) -> None:
         if self.closed:
             return
         try:
@@ -100,14 +102,14 @@ class Reader:
                     return
             self._failed(job, error)
 
-    def load(self, work: Callable[[], T], then: Callable[[T], None], job: Job) -> None:
+    def load(self, work: Callable[[], T], then: Callable[[T], None], job: OperationJob) -> None:
         """Like `run`, but first downloads the changes of the job's model."""
         if self._remote is None:
             self.run(work, then, job)
         else:
             self._fetch(job.ask.model, job, lambda: self.run(work, then, job))
 
-    def _fetch(self, model: str, job: Job, then: Callable[[], None]) -> None:
+    def _fetch(self, model: str, job: OperationJob, then: Callable[[], None]) -> None:
         """Downloads the changes of a model, then calls `then`, even if the download failed, as the model may also be in
         a local repository."""
         remote = self._remote

@@ -13,11 +13,11 @@ from shmserve.broker.models.disk_changes import DiskChanges
 from shmserve.broker.models.ensemble_members import needs
 from shmserve.broker.models.operations import ClientOperations
 from shmserve.broker.models.remote import NotDownloaded, RemoteModels
-from shmserve.broker.models.repositories import Reading, Repositories
+from shmserve.broker.models.repositories import ModelReading, Repositories
 from shmserve.errors import ServeError
 from shmserve.repo.storage.store import ScannedModel
 
-_Readings = tuple[Reading, list[tuple[str, Reading]]]
+_Readings = tuple[ModelReading, list[tuple[str, ModelReading]]]
 """A model and the models that it needs, each with the ensemble that names it."""
 
 
@@ -93,7 +93,7 @@ class RemoteChanges:
         self._operations.untidy = True
         self._wake()
 
-    def _read(self, model: str, reading: Reading | None) -> None:
+    def _read(self, model: str, reading: ModelReading | None) -> None:
         if reading is None:
             self._disk_changes.unload_removed(model)
         else:
@@ -157,7 +157,7 @@ class RemoteChanges:
             text = failures.get(name, error.message)
         except OSError as error:
             text = f"disk error: {error.strerror}"
-        return Reading(ScannedModel.failed(name, Path(), text)), []
+        return ModelReading(ScannedModel.failed(name, Path(), text)), []
 
     def _end_of_start(self) -> None:
         self.starting = False

@@ -34,7 +34,7 @@ from shmserve.repo.storage.store import ScannedModel, duplicate_text, find_model
 from shmserve.terminal.streams import error_text
 
 
-class Reading(NamedTuple):
+class ModelReading(NamedTuple):
     """A model as read from disk, with the files of each version in `generations`. `snapshot` None: the folder cannot be
     read, or the model is in two repositories. `findings`: hints for its owner, whether it can be served or not.
     `prepared`: the result of its repository agents, if it has any. `backend`: the files of its backend; None: they are
@@ -132,7 +132,7 @@ class Repositories:
         override: LoadOverride | None = None,
         kept: KeptConfig | None = None,
         versions: Collection[int] = (),
-    ) -> Reading:
+    ) -> ModelReading:
         """Reads the model of that name, or the one that a load call provides. `versions`: see `scan_model`. Raises the
         errors of `find_model`."""
         if override is not None and override.folder is not None:
@@ -153,11 +153,11 @@ class Repositories:
         override: LoadOverride | None = None,
         versions: Collection[int] = (),
         known: KnownBackends | None = None,
-    ) -> Reading:
+    ) -> ModelReading:
         """Repeats the reading until the folder does not change during it, at most three times. `known`: the backends
         read so far in this pass; adds the model's backend."""
         if self._files is not None and (problem := self._files.problem(folder)):
-            return Reading(ScannedModel.failed(folder.name, folder, problem), _snapshot(folder))
+            return ModelReading(ScannedModel.failed(folder.name, folder, problem), _snapshot(folder))
         config = override.config if override is not None else None
         generation: Generation | None = None
         if override is not None and override.folder is not None and self._generations is not None:
@@ -204,7 +204,7 @@ class Repositories:
             scanned = scanned._replace(path=folder)
         if folder.parent in self._namespaces:
             scanned = scanned._replace(name=qualified(self._namespaces[folder.parent], scanned.name))
-        return Reading(scanned, before, override, kept, findings, prepared, backend, tree)
+        return ModelReading(scanned, before, override, kept, findings, prepared, backend, tree)
 
     def _scan(
         self, folder: Path, override: Override | None, versions: Collection[int], prepared: bool = False
@@ -265,22 +265,22 @@ class Repositories:
             for number in scanned.versions
         }
 
-    def read_all(self) -> list[Reading]:
+    def read_all(self) -> list[ModelReading]:
         known: KnownBackends = {}
         return [self._read_any(name, folders, known) for name, folders in self.names_on_disk().items()]
 
-    def read_present(self, name: str) -> Reading | None:
+    def read_present(self, name: str) -> ModelReading | None:
         """The model; None if no repository has it."""
         folders = self.names_on_disk().get(name)
         return self._read_any(name, folders, {}) if folders else None
 
-    def _read_any(self, name: str, folders: Sequence[Path], known: KnownBackends) -> Reading:
+    def _read_any(self, name: str, folders: Sequence[Path], known: KnownBackends) -> ModelReading:
         return self.read_folder(folders[0], known=known) if len(folders) == 1 else read_doubled(name, folders)
 
 
-def read_doubled(name: str, folders: Sequence[Path]) -> Reading:
+def read_doubled(name: str, folders: Sequence[Path]) -> ModelReading:
     """The reading of a model that is in several repositories, and is therefore not served."""
-    return Reading(ScannedModel.failed(name, folders[0], duplicate_text(name, len(folders))))
+    return ModelReading(ScannedModel.failed(name, folders[0], duplicate_text(name, len(folders))))
 
 
 def _need_copy(agents: ModelRepositoryAgents) -> bool:

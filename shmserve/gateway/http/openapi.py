@@ -21,7 +21,7 @@ from shmserve.gateway.openai.responses import InputRequest, ResponsesRequest
 from shmserve.gateway.openai.scores import RerankRequest, ScoreRequest
 from shmserve.gateway.openai.speech import TranscriptionRequest
 from shmserve.gateway.openai.tokens import DetokenizeRequest, TokenizeRequest
-from shmserve.protocol.actions import Action, Row
+from shmserve.protocol.actions import Action, ActionRow
 from shmserve.protocol.messages import DIMS, NAME_LENGTH, TENSORS
 from shmserve.version import version
 
@@ -147,7 +147,7 @@ def _operation(path: Path, method: str, action: Action) -> _Schema:
     return described
 
 
-def _summary(row: Row) -> str:
+def _summary(row: ActionRow) -> str:
     return f"{row.summary}: 200, or 400" if row.groups == ("health",) else row.summary
 
 

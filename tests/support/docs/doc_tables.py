@@ -15,7 +15,7 @@ from shmserve.broker.observability import metric_definitions
 from shmserve.core import limits
 from shmserve.gateway.kserve.status import STATUSES
 from shmserve.llm.figures import METRICS, Metric
-from shmserve.protocol.actions import Action, Row
+from shmserve.protocol.actions import Action, ActionRow
 from shmserve.repo import parameters
 from shmserve.repo.config.support import TABLE, Status
 from shmserve.repo.rules.onnx_options import PARAMETERS, OnnxOption
@@ -139,17 +139,17 @@ def _calls() -> str:
     )
 
 
-def _rows() -> list[Row]:
+def _rows() -> list[ActionRow]:
     return [action.row for action in Action]
 
 
-def _access(row: Row) -> str:
+def _access(row: ActionRow) -> str:
     """The roles that may use it, and the group with which it can be restricted."""
     roles = "any role" if row.roles == Action.LIVE.row.roles else " or ".join(row.roles)
     return "; ".join([roles, *row.groups])
 
 
-def _endpoints(row: Row) -> str:
+def _endpoints(row: ActionRow) -> str:
     """As in `GET /v2/models/MODEL[/versions/N]`."""
     text = ", ".join("{} `{}`".format(*endpoint.split()) for endpoint in row.http)
     return re.sub(r"{(\w+)}", lambda match: "N" if match[1] == "version" else match[1].upper(), text)

@@ -19,7 +19,7 @@ from typing import Any
 from shmserve.broker.observability.metric_definitions import GPU, Page, labels
 from shmserve.broker.processes.gpus import xids
 from shmserve.broker.processes.gpus.health import GpuHealth
-from shmserve.broker.processes.gpus.samples import SECOND_LABELS, Sample, process_memory, sample
+from shmserve.broker.processes.gpus.samples import SECOND_LABELS, GpuSample, process_memory, sample
 from shmserve.repo.gpu_state import read_state
 from shmserve.repo.gpus import SHOWN_METRICS, Gpu, text_of
 
@@ -49,7 +49,7 @@ class _Watched:
         self.gpus = gpus
         self.uuid = gpus[0].parent or gpus[0].uuid
         self.health = GpuHealth(gpus[0].pci, fixes)
-        self.samples: list[Sample] = []
+        self.samples: list[GpuSample] = []
         self.needed_reset = ""
         self.handle: Any = None
         """The library's handle with which its errors were requested."""
@@ -172,19 +172,19 @@ class GpuMonitor:
         self._process_memory_used = True
         return self._used.get(pid, 0)
 
-    def _all_samples(self) -> list[Sample]:
+    def _all_samples(self) -> list[GpuSample]:
         if not self._shown:
             return []
         samples = [one for watched in self._watched for one in watched.samples]
         if self._report is not None and self._nvml is not None:
             reasons = self.out_of_service()
             for gpu in self._gpus:
-                samples.append(Sample("shmserve_gpu_out_of_service", gpu.uuid, float(gpu.number in reasons)))
+                samples.append(GpuSample("shmserve_gpu_out_of_service", gpu.uuid, float(gpu.number in reasons)))
             for watched in self._watched:
                 needed = float(bool(watched.health.needs_reset))
-                samples.append(Sample("shmserve_gpu_reset_needed", watched.uuid, needed))
+                samples.append(GpuSample("shmserve_gpu_reset_needed", watched.uuid, needed))
         samples += [
-            Sample("shmserve_gpu_xid_errors_total", uuid, count, str(xid))
+            GpuSample("shmserve_gpu_xid_errors_total", uuid, count, str(xid))
             for (uuid, xid), count in sorted(self._xids.items())
         ]
         return samples

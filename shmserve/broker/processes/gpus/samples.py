@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from shmserve.repo.gpus import Gpu, in_mig_mode
 
 
-class Sample(NamedTuple):
+class GpuSample(NamedTuple):
     """`uuid`: of the GPU or the MIG slice. `more`: the value of the metric's second label, if it has one."""
 
     name: str
@@ -41,9 +41,9 @@ Query = tuple[tuple[str, ...], Callable[[Any, Any], Values]]
 """Names of metrics, and the query that returns their values: one per name, or several for one name."""
 
 
-def sample(nvml: Any, gpus: Sequence[Gpu]) -> list[Sample]:
+def sample(nvml: Any, gpus: Sequence[Gpu]) -> list[GpuSample]:
     """Samples a whole GPU, or the slices of one GPU and then what they share."""
-    samples: list[Sample] = []
+    samples: list[GpuSample] = []
     uuid = gpus[0].parent or gpus[0].uuid
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
@@ -58,16 +58,16 @@ def sample(nvml: Any, gpus: Sequence[Gpu]) -> list[Sample]:
     return samples
 
 
-def _add(nvml: Any, samples: list[Sample], uuid: str, handle: Any, queries: Iterable[Query]) -> None:
+def _add(nvml: Any, samples: list[GpuSample], uuid: str, handle: Any, queries: Iterable[Query]) -> None:
     for names, query in queries:
         try:
             values = list(query(nvml, handle))
         except (nvml.NVMLError, AttributeError):
             continue  # the GPU, the driver or the library does not support it
         if len(names) == 1:
-            samples += [Sample(names[0], uuid, value, more) for value, more in values]
+            samples += [GpuSample(names[0], uuid, value, more) for value, more in values]
         else:
-            samples += [Sample(name, uuid, value) for name, (value, _) in zip(names, values, strict=True)]
+            samples += [GpuSample(name, uuid, value) for name, (value, _) in zip(names, values, strict=True)]
 
 
 def _one(query: Callable[[Any, Any], float]) -> Callable[[Any, Any], Values]:

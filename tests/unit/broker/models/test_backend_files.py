@@ -15,7 +15,7 @@ from shmserve.broker.models.backend_files import read_backend
 from shmserve.broker.models.catalog import Catalog, read_descriptor
 from shmserve.broker.models.differences import compare
 from shmserve.broker.models.poller import Poll
-from shmserve.broker.models.repositories import Reading, Repositories
+from shmserve.broker.models.repositories import ModelReading, Repositories
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy
 from shmserve.errors import InvalidRequest
@@ -167,7 +167,7 @@ def test_a_backend_of_many_models_is_read_once(tmp_path: Path, backends: Path, m
     monkeypatch.setattr(module, "take", counted)
     monkeypatch.setattr(poller, "take", counted)
 
-    def found(readings: Sequence[Reading]) -> tuple[list[str], int]:
+    def found(readings: Sequence[ModelReading]) -> tuple[list[str], int]:
         """The models that were read, and how many times the files of their backend were listed."""
         times = taken.count(backends / "mine")
         taken.clear()

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from shmserve.broker.models import repositories as module
 from shmserve.broker.models.catalog import Catalog, read_descriptor
 from shmserve.broker.models.overrides import LoadOverride
-from shmserve.broker.models.repositories import Reading, Repositories
+from shmserve.broker.models.repositories import ModelReading, Repositories
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Refuse
 from shmserve.core.policy import InstanceSpec
@@ -274,7 +274,7 @@ def test_a_model_that_changes_while_it_is_read(catalog: Catalog, root: Path, mon
         return found
 
     monkeypatch.setattr(module, "scan_model", meddled)
-    reading: Reading = catalog.repositories.read("m")
+    reading: ModelReading = catalog.repositories.read("m")
     assert reading.scanned.config is not None
     assert (reading.scanned.config.max_batch_size, scans) == (100, 2)
     assert reading.snapshot == take(root / "m")

@@ -11,8 +11,8 @@ import pytest
 
 from shmserve.broker.models.backend_files import KnownBackends
 from shmserve.broker.models.overrides import LoadOverride
-from shmserve.broker.models.poller import Changes, Poll
-from shmserve.broker.models.repositories import Reading, Repositories
+from shmserve.broker.models.poller import Poll, PollChanges
+from shmserve.broker.models.repositories import ModelReading, Repositories
 from shmserve.repo.storage import snapshot
 from tests.support.repo.models import GOOD, model
 
@@ -32,7 +32,7 @@ class Meddled(Repositories):
         given: LoadOverride | None = None,
         versions: Collection[int] = (),
         known: KnownBackends | None = None,
-    ) -> Reading:
+    ) -> ModelReading:
         before, self.before = self.before, lambda: None
         after, self.after = self.after, lambda: None
         before()
@@ -68,7 +68,7 @@ class World:
         path.write_text(text)
         self.written()
 
-    def settled(self) -> Changes:
+    def settled(self) -> PollChanges:
         self.later(SETTLE + 10)
         return self.poll.check()
 
@@ -78,11 +78,11 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path / "models")
 
 
-def names(changes: Changes) -> list[str]:
+def names(changes: PollChanges) -> list[str]:
     return [reading.scanned.name for reading in changes.readings]
 
 
-def quiet(changes: Changes) -> bool:
+def quiet(changes: PollChanges) -> bool:
     """Whether nothing has changed and no change is pending."""
     return changes[:2] == ([], []) and changes.problems == [] and changes.recheck_s == NEVER
 

@@ -17,7 +17,7 @@ from shmserve.broker.models.operations import ClientOperations, LoadSettings
 from shmserve.broker.models.reader import ReaderThread
 from shmserve.broker.models.remote import Fetched, RemoteModels
 from shmserve.broker.models.remote_changes import RemoteChanges
-from shmserve.broker.models.repositories import Reading, Repositories
+from shmserve.broker.models.repositories import ModelReading, Repositories
 from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.repo.compile import CoreSet
@@ -96,7 +96,7 @@ def test_a_model_is_deployed_as_the_polling_thread_read_it(started: Started, mon
     readers: set[threading.Thread] = set()
     read = started.catalog.repositories.read
 
-    def observed(*arguments: Any) -> Reading:
+    def observed(*arguments: Any) -> ModelReading:
         readers.add(threading.current_thread())
         return read(*arguments)
 
