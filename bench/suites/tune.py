@@ -54,7 +54,7 @@ REQUESTS = 300
 LONG = 12_000
 """Requests in the simulations that compare two settings."""
 LASTS = 2
-"""It lasts at least this many times the p99, so that a growing queue has time to show."""
+"""A simulated measurement lasts at least this many times the p99, so that a growing queue has time to show."""
 RESULT = RESULTS / "tune.md"
 """The table: a row for each model."""
 BEST = 6
