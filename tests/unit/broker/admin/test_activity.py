@@ -232,7 +232,7 @@ def test_the_steps_of_an_ensemble_are_counted_with_their_failures() -> None:
     version = world.core.state.ready["e"]
 
     def counts() -> list[tuple[int, int, int]]:
-        steps = document(version, None, {}, "")["graph"]["steps"]
+        steps = document(version, None, {}, "", ())["graph"]["steps"]
         return [(one["count"], one["failed"], one["infer_ns"]) for one in steps]
 
     assert counts() == [(0, 0, 0), (0, 0, 0)], "counted from now on"
