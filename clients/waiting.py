@@ -42,11 +42,12 @@ class ReadyWait:
         self._last = None
 
     def failed(self, error: ServeError) -> None:
-        """Raises the error if waiting cannot help. A query that only timed out does not replace the previous error."""
-        self._loading_ended = self._out_of_service = False
+        """Raises the error if waiting cannot help. A query that only timed out replaces nothing that was learned."""
         if isinstance(error, DeadlineExceeded):
             self._last = self._last or error
-        elif isinstance(error, (ConnectionLost, Unavailable)) or (self._model and isinstance(error, NotFound)):
+            return
+        self._loading_ended = self._out_of_service = False
+        if isinstance(error, (ConnectionLost, Unavailable)) or (self._model and isinstance(error, NotFound)):
             self._last = error
         else:
             raise error

@@ -511,10 +511,10 @@ def test_chat_prints_one_answer(gateway: Gateway, monkeypatch: pytest.MonkeyPatc
     assert run("chat", "thinks", "<think>one</think>two", "--url", f"{url}/v1") == (0, "two\n", "")
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
     assert run("chat", "talk", "--url", url) == (0, "from a pipe\n", "")
-    code, _, err = run("chat", "nothing", "a", "--url", url)
+    code, _, err = run("chat", "absent", "a", "--url", url)
     assert (code, err) == (
         1,
-        "shmserve chat: Request for unknown model: 'nothing' is not found; `shmserve models` lists the models\n",
+        "shmserve chat: Request for unknown model: 'absent' is not found; `shmserve models` lists the models\n",
     )
     code, _, err = run("chat", "talk", "a", "--url", "http://127.0.0.1:1")
     assert code == 1
