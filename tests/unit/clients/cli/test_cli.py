@@ -16,7 +16,7 @@ from shmserve.clients.cli import main
 from shmserve.clients.cli.commands.ready import not_ready_lines
 from shmserve.clients.cli.commands.status import LanguageRates, stats_row
 from shmserve.clients.cli.commands.tune import apply_changes
-from shmserve.clients.waiting import ReadyWait, degraded, summary, why_not_ready
+from shmserve.clients.waiting import OUT_OF_SERVICE, ReadyWait, degraded, summary, why_not_ready
 from shmserve.errors import DeadlineExceeded
 from shmserve.terminal.console import Screen
 from shmserve.terminal.errors import Failed
@@ -245,7 +245,7 @@ def test_a_query_that_times_out_does_not_replace_the_reason() -> None:
     wait = ReadyWait("URL", None, 0)
     wait.not_yet({"out_of_service": True})
     wait.failed(DeadlineExceeded("no answer"))
-    assert str(wait.error([])) == "the server at URL is not ready after 0 s: it is out of service"
+    assert str(wait.error([])) == "the server at URL is not ready after 0 s: " + OUT_OF_SERVICE
 
 
 def test_reasons_of_many_models_are_short_lines() -> None:
