@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from shmserve.errors import Unsupported
+from shmserve.shm.strings import encode_bytes
 from shmserve.terminal.values import Spec
 from shmserve.tools.load.targets.base import ModelFacts, SequencePart, TargetOptions
 
 
 def raw_bytes(array: Any) -> bytes:
     """A tensor as the protocol sends it: little-endian; BYTES with a length of 4 bytes before each string."""
-    if array.dtype == object:
-        parts = []
-        for item in array.reshape(-1):
-            data = item.encode() if isinstance(item, str) else bytes(item)
-            parts += [len(data).to_bytes(4, "little"), data]
-        return b"".join(parts)
-    return np.ascontiguousarray(array).tobytes()
+    return encode_bytes(array) if array.dtype == object else array.tobytes()
 
 
 def json_values(array: Any, spec: Spec, facts: ModelFacts) -> Any:
