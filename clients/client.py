@@ -158,16 +158,15 @@ class Client(BlockingQueries):
                 request_id,
             )
             outbox = link.outbox
-            if (
+            waits = (
                 link.result_collected
                 and link.uncollected > 0
                 and outbox.size < BUFFERED_BYTES
                 and len(outbox.messages) < BUFFERED_MESSAGES
                 and link.reader is None
-            ):
-                link.result_collected = False
-            else:
-                link.result_collected = False
+            )
+            link.result_collected = False
+            if not waits:
                 link.send_now(future)
                 if link.reader is not None and timeout is not None:
                     link.wake_reader(link.reader)
@@ -191,8 +190,8 @@ class Client(BlockingQueries):
         parameters: Mapping[str, Any] | None = None,
         request_id: str | None = None,
     ) -> Stream:
-        """Runs the model once and iterates over its answers as they arrive. Also works for a model
-        with a single answer.
+        """Runs the model once and iterates over its answers as they arrive. Also works for a model with a single
+        answer.
 
         At most `window` answers are in flight or buffered: a model that is faster than its reader is held back.
         `timeout` covers all answers together. Leaving the loop early cancels the request.

@@ -1,11 +1,11 @@
 """The client half of the protocol, without sockets, threads or a clock; clients, CLI and gateway share it.
 
-`Session.infer` and `ask` turn a call into a message (`encode`) and a ticket, and append the message to the
-outbox. `take` returns the packets to send; `receive` decodes incoming messages and settles tickets with
-results (`decode`). `tickets` keeps the unanswered requests. `memory` owns the arena for inputs and maps the output
-segments of other processes; `announcements` lists the segments that the server has not yet seen. After a reconnect,
-`resend` prepares unanswered requests for the new connection. Tensors on GPUs are in `gpu`; `staging` decides whether
-they are sent through host memory.
+`Session.infer` and `ask` turn a call into a message (`encode`) and a ticket, and append the message to the outbox.
+`take` returns the packets to send; `receive` decodes incoming messages and settles tickets with results (`decode`).
+`tickets` keeps the unanswered requests. `memory` owns the arena for inputs and maps the output segments of other
+processes; `announcements` lists the segments that the server has not yet seen. After a reconnect, `resend` prepares
+unanswered requests for the new connection. Tensors on GPUs are in `gpu`; `staging` decides whether they are sent
+through host memory.
 """
 
 from __future__ import annotations
