@@ -13,18 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from tests.tritonclient.faces import ABSENT, BYTES, A, B, Face, Region, done, right
+from tests.tritonclient.faces import ABSENT, BYTES, A, B, Face, done, right
 
 WAIT_S = 20
 
 
 async def is_server_live(face: Face) -> None:
-    assert await face.ask("is_server_live") is True
     assert await face.ask("is_server_live", headers={"test": "1"}) is True
-
-
-async def is_server_ready(face: Face) -> None:
     assert await face.ask("is_server_ready") is True
+
+
+is_server_ready = is_server_live
 
 
 async def is_model_ready(face: Face) -> None:
@@ -76,52 +75,43 @@ async def get_inference_statistics(face: Face) -> None:
     assert {"simple", "simple_identity"} <= names
 
 
-def _values(found: Any, name: str) -> Any:
-    """A trace setting, which gRPC returns as a list of strings."""
+def _setting(found: Any, name: str) -> Any:
+    """A setting, which gRPC returns as a list of strings or as one of several fields."""
     if "settings" not in found:
         return found[name]
-    values = found["settings"][name]["value"]
-    return values if name == "trace_level" else values[0]
+    (value,) = found["settings"][name].values()
+    return value[0] if isinstance(value, list) and name != "trace_level" else value
 
 
 async def get_trace_settings(face: Face) -> None:
     for model in (None, "simple"):
         found = await face.document("get_trace_settings", model)
-        assert _values(found, "trace_level") == ["OFF"]
-        assert _values(found, "trace_rate") == "1000"
+        assert (_setting(found, "trace_level"), _setting(found, "trace_rate")) == (["OFF"], "1000")
     await face.refused("400|404", "get_trace_settings", ABSENT)
-
-
-async def update_trace_settings(face: Face) -> None:
     for value, expected in (("500", "500"), (None, "1000")):
         found = await face.document("update_trace_settings", "simple", {"trace_rate": value})
-        assert _values(found, "trace_rate") == expected
-        assert _values(await face.document("get_trace_settings"), "trace_rate") == "1000"
+        assert _setting(found, "trace_rate") == expected
+        assert _setting(await face.document("get_trace_settings"), "trace_rate") == "1000"
 
 
 async def get_log_settings(face: Face) -> None:
-    found = await face.document("get_log_settings")
-    assert _setting(found, "log_info") is True
-    assert _setting(found, "log_verbose_level") == 0
-
-
-async def update_log_settings(face: Face) -> None:
+    assert _setting(await face.document("get_log_settings"), "log_info") is True
     for level, warns in ((1, False), (0, True)):
-        found = await face.document("update_log_settings", {"log_verbose_level": level, "log_warning": warns})
-        assert (_setting(found, "log_verbose_level"), _setting(found, "log_warning")) == (level, warns)
+        for found in (
+            await face.document("update_log_settings", {"log_verbose_level": level, "log_warning": warns}),
+            await face.document("get_log_settings"),
+        ):
+            assert (_setting(found, "log_verbose_level"), _setting(found, "log_warning")) == (level, warns)
 
 
-def _setting(found: Any, name: str) -> Any:
-    if "settings" not in found:
-        return found[name]
-    (value,) = found["settings"][name].values()
-    return value
+update_trace_settings, update_log_settings = get_trace_settings, get_log_settings
 
 
 async def load_model(face: Face) -> None:
     await face.ask("load_model", "simple_string", config=json.dumps({"max_batch_size": 16}))
     assert (await face.config("simple_string"))["max_batch_size"] == 16
-    await face.ask("unload_model", "simple_string")
+    await face.ask("unload_model", "simple_string", unload_dependents=True)
+    assert await face.ask("is_model_ready", "simple_string") is False
     await face.ask("load_model", "simple_string")
     assert (await face.config("simple_string"))["max_batch_size"] == 8
     if (await face.config("simple_identity"))["backend"] == "identity":  # Triton has no such backend
@@ -135,13 +125,10 @@ async def load_model(face: Face) -> None:
         np.testing.assert_array_equal(result.as_numpy("OUT"), A)
         await face.ask("unload_model", "sent")
     assert "failed to load" in await face.refused("400|404|500", "load_model", ABSENT)
-
-
-async def unload_model(face: Face) -> None:
-    await face.ask("load_model", "simple_string")
-    await face.ask("unload_model", "simple_string", unload_dependents=True)
-    assert await face.ask("is_model_ready", "simple_string") is False
     await face.ask("unload_model", ABSENT)
+
+
+unload_model = load_model
 
 
 async def register_system_shared_memory(face: Face) -> None:
@@ -158,42 +145,32 @@ async def register_system_shared_memory(face: Face) -> None:
 
 
 async def get_system_shared_memory_status(face: Face) -> None:
-    with Region() as region:
-        await face.ask("register_system_shared_memory", region.name, region.key, BYTES // 2, offset=0)
-        (one,) = await face.mapped()
-        assert (one["name"], one["key"], int(one["byte_size"])) == (region.name, region.key, BYTES // 2)
-        assert len(await face.mapped(region.name)) == 1
-        await face.ask("unregister_system_shared_memory", region.name)
-    assert await face.mapped() == []
-
-
-async def unregister_system_shared_memory(face: Face) -> None:
-    async with face.regions(BYTES, BYTES) as (one, _):
-        inputs = face.inputs()
-        inputs[0].set_shared_memory(one.name, BYTES)
+    async with face.regions(BYTES // 2) as (one,):
+        (found,) = await face.mapped(one.name)
+        assert (found["name"], found["key"], int(found["byte_size"])) == (one.name, one.key, BYTES // 2)
         await face.ask("unregister_system_shared_memory", one.name)
+        assert await face.mapped() == []
+        inputs = face.inputs()
+        inputs[0].set_shared_memory(one.name, BYTES // 2)
         assert one.name in await face.refused("404", "infer", "simple", inputs)
+    async with face.regions(BYTES, BYTES):
         await face.ask("unregister_system_shared_memory")
         assert await face.mapped() == []
 
 
+unregister_system_shared_memory = get_system_shared_memory_status
+
+
 async def register_cuda_shared_memory(face: Face) -> None:
     """An invalid handle is refused. A valid one needs a GPU."""
-    try:
-        await face.ask("register_cuda_shared_memory", "cuda", b"A" * 88, 0, BYTES)
-    except face.module.InferenceServerException:
-        return
-    raise AssertionError("an invalid handle was accepted")
-
-
-async def get_cuda_shared_memory_status(face: Face) -> None:
+    await face.refused("400|404|500", "register_cuda_shared_memory", "cuda", b"A" * 88, 0, BYTES)
     found = await face.document("get_cuda_shared_memory_status")
     assert (found.get("regions", {}) if face.grpc else found) in ({}, [])
-
-
-async def unregister_cuda_shared_memory(face: Face) -> None:
     await face.ask("unregister_cuda_shared_memory", "cuda")
     await face.ask("unregister_cuda_shared_memory")
+
+
+get_cuda_shared_memory_status = unregister_cuda_shared_memory = register_cuda_shared_memory
 
 
 async def infer(face: Face) -> None:
@@ -264,16 +241,6 @@ class Answers:
         return self._queue.get(timeout=WAIT_S)
 
 
-async def start_stream(face: Face) -> None:
-    answers = Answers()
-    face.client.start_stream(answers.put, headers={"test": "1"})
-    face.client.async_stream_infer("simple", face.inputs())
-    right(answers.get())
-    face.client.stop_stream()
-    face.client.start_stream(answers.put)
-    face.client.stop_stream()
-
-
 async def async_stream_infer(face: Face) -> None:
     """Responses of models that are not decoupled have the order of the requests; others arrive when sent."""
     answers = Answers()
@@ -305,12 +272,17 @@ async def stop_stream(face: Face) -> None:
     """It waits for requests in flight, or cancels them."""
     answers = Answers()
     for cancel in (False, True):
-        face.client.start_stream(answers.put)
+        face.client.start_stream(answers.put, headers={"test": "1"})
         face.client.async_stream_infer("simple", face.inputs())
         face.client.stop_stream(cancel_requests=cancel)
         if not cancel:
             right(answers.get())
+    face.client.start_stream(answers.put)
+    face.client.stop_stream()
     assert face.client.is_server_live()
+
+
+start_stream = stop_stream
 
 
 async def stream_infer(face: Face) -> None:

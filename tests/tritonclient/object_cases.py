@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import numpy as np
 from tritonclient import utils
 from tritonclient.utils import shared_memory as shm
 
+from tests.tritonclient.client_cases import Answers
 from tests.tritonclient.faces import BYTES, A, B, Face, right
 
-WAIT_S = 20
 Case = Callable[[Face], Awaitable[None]]
 
 
@@ -61,15 +59,13 @@ async def result(face: Face) -> None:
 
 async def cancel(face: Face) -> None:
     """A cancelled request does not affect the next one."""
-    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    given = [face.one("INPUT", np.array([[5]], np.int32), "INT32")]
-    face.client.infer("simple_sequence", given, sequence_id=77, sequence_start=True)
-    call = face.client.async_infer("simple", face.inputs(), lambda result, error: answers.put((result, error)))
+    answers = Answers()
+    call = face.client.async_infer("simple", face.inputs(), answers.put)
     call.cancel()
-    result, error = answers.get(timeout=WAIT_S)
-    assert result is not None or error.status() == "StatusCode.CANCELLED"
+    answer = answers.get()
+    if isinstance(answer, Exception):
+        assert answer.status() == "StatusCode.CANCELLED"  # type: ignore[attr-defined]
     right(face.client.infer("simple", face.inputs()))
-    face.client.infer("simple_sequence", given, sequence_id=77, sequence_end=True)
 
 
 async def keep_alive(face: Face) -> None:

@@ -28,7 +28,7 @@ def test_every_public_method_works(endpoints: dict[str, str], face: str) -> None
     done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=2 * END_S, check=False)
     assert done.returncode == 0, done.stderr.decode()
     cases = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(cases) > 20
+    assert len(cases) > 12
     failed = [f"{case['case']}: {case['failed']}" for case in cases if case["failed"]]
     if failed:
         pytest.fail("\n".join(failed), pytrace=False)
