@@ -63,123 +63,99 @@ TESTED = {
     for language in languages.split()
 }
 
-OUTPUT = "output with times, numbers of processes or versions that differ from run to run"
-LOG = "text that a test compares with the source: tests/unit, by its words"
-TREE = "a directory"
-SERVICE = "needs systemd; tests/process/service runs the unit's commands"
-ENGINE = "needs an engine that is not in the suite's environment; make test-engines"
-GPU = "needs a GPU"
-BENCH = "measures for minutes"
-PART = "a part of a program or of a message"
-ELSEWHERE = "needs an address or a file of another machine"
-SERVER = "a server with paths of the reader's machine; its options are parsed"
-REQUESTS = "tests/process/gateway has requests like it"
-GATEWAY = "a gateway on the usual ports; tests/process/gateway starts gateways with these options"
-FLEET = "tests/fleet runs the balancers with these files and commands"
-
-BEFORE = "a program of the other server; only compiled"
-
+_SHARED_REASONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "output with times, numbers of processes or versions that differ from run to run": {
+        "bench": ("load  ", "tokens  "), "cli": ("model  ", "output  "), "many-models": ("INFO",),
+        "metrics": ("2026-01-31",), "sizing": ("POLICY", "model:", "Best:"), "repository": ("mlp/config.pbtxt",),
+        "run": ("mlp version 1",), "scaling": ("INFO",), "top": ("shmserve 0.1.0",),
+        "traces": ("MODEL  ", "mlp version 1"), "transformers": ("encoder version 1",),
+    },
+    "a directory": {
+        "backends": ("net/", "backends/"), "development": ("shmserve/",), "models": ("models/",),
+        "repository": ("repository/",), "trees": ("fraud/",),
+    },
+    "needs systemd; tests/process/service runs the unit's commands": {"operations": ("",), "processes": ("systemctl",)},
+    "needs a GPU": {"gpu": ("",), "processes": ("CUDA_MPS",)},
+    "measures for minutes": {
+        "decisions": ("make bench",), "compare": ("make compare",), "performance": ("make bench",),
+    },
+    "a part of a program or of a message": {
+        "agents": ("agents [",), "ensembles": ("answer =", "for answer"), "metrics": ("with shmserve.Client",),
+    },
+    "needs an address or a file of another machine": {
+        "backends": ("git clone",), "remote": ("shmserve pull", "shmserve serve"), "triton": ("git clone",),
+    },
+    "a server with paths of the reader's machine; its options are parsed": {
+        "agents": ("shmserve serve",), "alerts": ("shmserve serve",), "guides/securing": ("shmserve serve",),
+        "many-models": ("shmserve serve",), "metrics": ("shmserve serve",), "security": ("shmserve serve",),
+        "settings": ("shmserve serve", "SHMSERVE_LOG_VERBOSE"),
+    },
+    "tests/process/gateway has requests like it": {
+        "http": ("curl localhost:8000/v2/models/my_model", "curl localhost:8000/v2/models/find"),
+        "metrics": ("curl localhost:8000/v2/logging",),
+    },
+    "a gateway on the usual ports; tests/process/gateway starts gateways with these options": {
+        "http": ("shmserve gateway",), "page": ("shmserve gateway", "shmserve serve"),
+    },
+    "a program of the other server; only compiled": {
+        "guides/from-bentoml": ("import bentoml",), "guides/from-ray-serve": ("from ray",),
+        "guides/from-torchserve": ("import torch\nfrom ts",),
+    },
+}  # fmt: skip
+"""Reason -> pages, and the first words of their blocks that are not run for it."""
 NOT_RUN = {
-    ("decisions", "make bench"): BENCH,
-    ("agents", "shmserve serve"): SERVER,
-    ("agents", "agents ["): PART,
     ("agents", "openssl"): "makes keys; tests/unit/repo/agents make theirs in Python",
     ("agents", "age -r"): "needs the program age",
     ("agents", "from pathlib"): "compiled only: an outline of an agent",
-    ("alerts", "shmserve serve"): SERVER,
     ("alerts", "cp deploy"): "needs Prometheus or Grafana as a service; tests/fleet runs Prometheus with these files",
-    ("backends", "net/"): TREE,
-    ("backends", "backends/"): TREE,
-    ("backends", "class Net"): ENGINE,
+    ("backends", "class Net"): "needs an engine that is not in the suite's environment; make test-engines",
     ("backends", "from nvidia.dali"): "tests/process/worker/backends/test_dali.py runs it where DALI is installed",
     ("backends", "# backends/"): "tests/process/docs/test_backends_page.py serves these files",
     ("backends", "shmserve serve"): "tests/process/docs/test_backends_page.py serves with these options",
     ("backends", "[project.entry-points"): "a part of the reader's pyproject.toml",
-    ("backends", "git clone"): ELSEWHERE,
-    ("balancers", ""): FLEET,
-    ("bench", "load  "): OUTPUT,
-    ("bench", "tokens  "): OUTPUT,
+    ("balancers", ""): "tests/fleet runs the balancers with these files and commands",
     ("check", "digits"): "tests/process/cli/test_check.py compares it",
     ("check", "d  1 error"): "tests/process/cli/test_check.py compares it",
-    ("cli", "model  "): OUTPUT,
-    ("cli", "output  "): OUTPUT,
     ("cli", 'eval "$(shmserve completion'): "for an interactive shell; tests/process/cli tests the completion",
     ("clients", "from shmserve.testing"): "tests/process/service/test_testing.py runs such a test",
     ("development", "make"): "the suite itself",
     ("development", "SHMSERVE_EXPLORE"): "the suite itself",
     ("development", "SHMSERVE_GPU_STANDINS"): "make gpu-rehearsal runs the script without a GPU",
     ("development", "TEST_ARGS"): "make gpu-rehearsal runs the script without a GPU",
-    ("development", "shmserve/"): TREE,
     ("ensembles", "shmserve check"): "the test of the page does the same in Python",
     ("ensembles", "page  2 errors"): "tests/process/pipelines/test_ensembles.py compares it",
-    ("ensembles", "answer ="): PART,
-    ("ensembles", "for answer"): PART,
-    ("gpu", ""): GPU,
     ("grpc", ""): "needs tritonclient; tests/tritonclient makes these calls in its environment",
-    ("guides/from-bentoml", "import bentoml"): BEFORE,
-    ("guides/from-ray-serve", "from ray"): BEFORE,
-    ("guides/from-torchserve", "import torch\nfrom ts"): BEFORE,
-    ("guides/securing", "shmserve serve"): SERVER,
-    ("http", "shmserve gateway"): GATEWAY,
-    ("http", "curl localhost:8000/v2/models/my_model"): REQUESTS,
-    ("http", "curl localhost:8000/v2/models/find"): REQUESTS,
-    ("compare", "make compare"): BENCH,
     ("install", "pip install"): "installs; tests/process/service/test_install.py installs a wheel",
     ("lifecycle", "import shmserve"): "needs a server in the mode explicit; tests/process/models has these calls",
     ("llm", "shmserve serve"): "needs a large model; tests/process/models/language serves small ones",
-    ("many-models", "shmserve serve"): SERVER,
-    ("many-models", "INFO"): OUTPUT,
     ("metrics", "shmserve stats --prometheus >"): "writes a file for another program",
-    ("metrics", "shmserve serve"): SERVER,
-    ("metrics", "curl localhost:8000/v2/logging"): REQUESTS,
-    ("metrics", "with shmserve.Client"): PART,
-    ("metrics", "2026-01-31"): OUTPUT,
-    ("models", "models/"): TREE,
     ("models", "shmserve serve"): "the tests of the page serve these files",
     ("models", "shmserve ready"): "the tests of the page serve other models of it",
     ("models", "import json"): "compiled only: a first model; tests/process/models serves models like it",
     ("models", "cat\n"): "tests/process/models/test_classes.py writes it",
     ("onnx", "import onnxruntime"): "needs a model of the reader's",
-    ("operations", ""): SERVICE,
-    ("performance", "make bench"): BENCH,
-    ("sizing", "POLICY"): OUTPUT,
     ("sizing", "shmserve plan"): "simulates for a minute; tests/sim/test_fleet.py simulates smaller fleets",
     ("sizing", "shmserve tune"): "tests/process/cli/load/test_tune.py runs these commands",
-    ("processes", "systemctl"): SERVICE,
-    ("processes", "CUDA_MPS"): GPU,
     ("python", "import threading"): "tests/process/docs/test_pages.py serves it for the page on the clients",
     ("python", "import asyncio"): "compiled only; tests/process/models has models like it",
     ("release-notes", "pip install"): "the packages are not published; tests/process/cli has the commands",
     ("releases", "make package"): "make test-package builds and tests the packages",
     ("ray", ""): "needs Ray and a cluster; tests/ray runs the application and the predictor",
-    ("remote", "shmserve pull"): ELSEWHERE,
-    ("remote", "shmserve serve"): ELSEWHERE,
-    ("repository", "repository/"): TREE,
-    ("repository", "mlp/config.pbtxt"): OUTPUT,
     ("kubernetes", "docker build"): "needs a registry; tests/deploy builds and runs the image with Podman",
     ("repository", "python -m grpc_tools"): "make proto",
-    ("run", "mlp version 1"): OUTPUT,
-    ("scaling", "INFO"): OUTPUT,
-    ("security", "shmserve serve"): SERVER,
     ("sequences", "control_input ["): "a part of config.pbtxt, inside sequence_batching",
     ("sequences", "state ["): "a part of config.pbtxt, inside sequence_batching",
-    ("settings", "shmserve serve"): SERVER,
-    ("settings", "SHMSERVE_LOG_VERBOSE"): SERVER,
-    ("sizing", "model:"): OUTPUT,
-    ("page", "shmserve gateway"): GATEWAY,
-    ("page", "shmserve serve"): GATEWAY,
     ("tcp", ""): "writes to /etc and the home directory; tests/process/gateway makes keys and connects with them",
-    ("top", "shmserve 0.1.0"): OUTPUT,
     ("traces", "shmserve trace"): "records for half a minute; tests/process/cli runs shorter ones",
     ("traces", "pip install"): "needs a collector; tests/process/gateway has a stand-in for one",
-    ("traces", "MODEL  "): OUTPUT,
-    ("traces", "mlp version 1"): OUTPUT,
-    ("transformers", "encoder version 1"): OUTPUT,
-    ("trees", "fraud/"): TREE,
-    ("triton", "git clone"): ELSEWHERE,
     ("triton", "ln -s"): "writes to the home directory; tests/unit/clients/cli tests such a link",
-    ("sizing", "Best:"): OUTPUT,
     ("wire", "import os, msgpack"): "tests/conformance/wire_client.py is a client like it",
+    **{
+        (page, words): reason
+        for reason, pages in _SHARED_REASONS.items()
+        for page, blocks in pages.items()
+        for words in blocks
+    },
 }
 """Page and first words of a block -> why it is not run. "" stands for all blocks of a page."""
 
