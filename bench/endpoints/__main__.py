@@ -1,7 +1,8 @@
 """`python -m bench.endpoints`: the network endpoints compared with Triton's, with the same models, in turn.
 
 A point that misses its bound, or cannot be measured, stays in the table. Each point shows the processor time per
-request in each process. `--busy` repeats the points beside processes that compute all the time.
+request in each process. For small models, and an input of 600 KB, the relay of `bench.peers` takes part as the floor.
+`--busy` repeats the points beside processes that compute all the time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -23,7 +25,7 @@ from bench.endpoints import perf_analyzer
 from bench.endpoints.clients import CONCURRENT_CLIENTS, SEQUENTIAL_CLIENTS
 from bench.endpoints.open_load import OPEN_LOAD, compared_tails
 from bench.endpoints.perf_analyzer import AnalyzerRun
-from bench.endpoints.servers import ROW, Serving, ours, repository, triton
+from bench.endpoints.servers import ROW, Serving, ours, relay, repository, triton
 from bench.lib import models, processes, table
 from bench.lib.child import Child
 from bench.lib.clock import alternate
@@ -37,6 +39,9 @@ TINY, BESIDE_BUSY, LARGE = 1.5, 1.2, 1.0
 """Required share of Triton's throughput, measured with its own tool."""
 LARGE_GRPC = {1: 1.25, 8: 1.15}
 SIZES = {"identity": ROW, "mlp": models.MLP_SHAPE[0]}
+PICTURE = 150_528
+"""Elements of 600 KB."""
+RELAYED = SIZES | {"first": PICTURE}
 
 
 @dataclass
@@ -59,7 +64,7 @@ def points(quick: bool, busy: int) -> Iterator[ComparedLoad]:
                 yield ComparedLoad(f"{model}, {protocol}, {flight} in flight", model, protocol, tiny, load)
     for protocol in ("http", "grpc"):
         for flight in (1, 8):
-            load = ["--concurrency-range", str(flight), "--shape", "x:150528"]
+            load = ["--concurrency-range", str(flight), "--shape", f"x:{PICTURE}"]
             at_least = LARGE_GRPC[flight] if protocol == "grpc" else LARGE
             yield ComparedLoad(f"first of 600 KB, {protocol}, {flight} in flight", "first", protocol, at_least, load)
     for size in (1, 16):
@@ -119,9 +124,15 @@ class EndpointMeasures:
             server = stack.enter_context(ours(root))
             other = stack.enter_context(triton(root, self.python, self.setting.work))
             stack.enter_context(processes.busy(self.busy))
-            for point in points(self.quick, self.busy):
-                if self.wants(point.text):
-                    yield self.measured(point.text, partial(self.compared, point, server, other))
+            for model, group in groupby(points(self.quick, self.busy), lambda point: point.model):
+                wanted = [point for point in group if self.wants(point.text)]
+                with ExitStack() as of_model:
+                    parties = [server, other]
+                    if wanted and model in RELAYED:
+                        floor = relay(model, RELAYED[model], self.setting.onnx("mlp"), server, self.setting.work)
+                        parties.append(of_model.enter_context(floor))
+                    for point in wanted:
+                        yield self.measured(point.text, partial(self.compared, point, parties))
             if self.wants(OPEN_LOAD):
                 yield self.measured(
                     OPEN_LOAD, lambda: compared_tails("mlp", (server, other), self.seconds, self.rounds)
@@ -168,7 +179,8 @@ class EndpointMeasures:
         parts = "; ".join(f"{ran.per_s:,.0f}/s, {_parts(ran.server_us)}" for ran in result)
         return Row(text, result[0].per_s, "/s", beside=f"server's own times: {parts}", failed=failed)
 
-    def compared(self, point: ComparedLoad, server: Serving, other: Serving) -> Row:
+    def compared(self, point: ComparedLoad, parties: list[Serving]) -> Row:
+        """The rate of the first party as a share of the second's. A third is the floor."""
         took: dict[str, list[AnalyzerRun]] = {}
 
         def party(at: Serving) -> float:
@@ -176,9 +188,12 @@ class EndpointMeasures:
             took.setdefault(at.name, []).append(ran)
             return ran.per_s
 
-        ours, theirs = alternate(self.rounds, lambda: party(server), lambda: party(other))
+        rates = alternate(self.rounds, *(partial(party, at) for at in parties))
+        ours, theirs, *floor = (median(values) for values in rates)
         beside = "; ".join(_summary(name, runs) for name, runs in took.items())
-        return Row(point.text, median(ours) / median(theirs), "of Triton", at_least=point.at_least, beside=beside)
+        if floor:
+            beside = f"relay {floor[0] / theirs:.2f} of Triton; {beside}"
+        return Row(point.text, ours / theirs, "of Triton", at_least=point.at_least, beside=beside)
 
     # ------------------------------------------------------------------------------------ with Python clients
 
