@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
 import shmserve
 from shmserve.broker.config import settings
@@ -16,14 +15,13 @@ from shmserve.clients.cli import main
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.extras import install_command
 from shmserve.repo.backends import DIRECTORY, folder_of, installed
-from shmserve.repo.config.schema import ModelConfig, ModelParameter
+from shmserve.repo.config.schema import ModelConfig
 from shmserve.workers.backends import Context, registry
 from shmserve.workers.backends.registry import from_directory
 from tests.support.cases import cases
 from tests.support.docs import pages
 from tests.support.launch import Launched
 from tests.support.patience import PATIENCE_S
-from tests.support.workers.worker_harness import WorkerProcess, config, work
 
 PAGE = pages.page("backends")
 
@@ -89,50 +87,6 @@ def test_the_python_based_backend_of_the_page(tmp_path: Path) -> None:
     ):
         found = client.infer("shout", {"text": np.array(["hey"], object)}, timeout=PATIENCE_S)
     assert found["texts"].tolist() == [b"hey"] * 3
-
-
-SCALE = """\
-import os
-import numpy as np
-import triton_python_backend_utils as pb_utils
-import helper
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        path = os.path.join(args["model_repository"], args["model_version"], "scale.npy")
-        self.scale = helper.number(path)
-
-    def execute(self, requests):
-        inputs = [pb_utils.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x * self.scale)]) for x in inputs]
-"""
-
-
-STACKED = """
-    def execute(self, inputs):
-        return {"y": inputs["x"] * self.scale}
-"""
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("stacked", ["false", "true"])
-def test_a_backend_in_model_py_serves_all_its_models(tmp_path: Path, stacked: str) -> None:
-    source = SCALE if stacked == "false" else SCALE.partition("    def execute")[0] + STACKED
-    write(tmp_path, "backends/scale/model.py", source)
-    write(tmp_path, "backends/scale/helper.py", "import numpy\n\ndef number(path): return numpy.load(path)[0]\n")
-    assert installed(tmp_path / "backends") - installed() == {"scale"}
-    settings = {DIRECTORY: str(tmp_path / "backends")}
-    given = config("scale", {"x": ("FP32", (3,))}, {"y": ("FP32", (3,))}, max_batch=4)
-    given = replace(given, parameters={"stacked": ModelParameter(string_value=stacked)})
-    (tmp_path / "m" / "1").mkdir(parents=True)
-    np.save(tmp_path / "m" / "1" / "scale.npy", np.array([7], np.float32))
-    x = np.array([[1, 2, 3]], np.float32)
-    with WorkerProcess(given, tmp_path / "m", settings=settings) as worker:
-        worker.loaded()
-        (row,) = worker.run(work(1, worker.tensor("x", x)))
-        assert row.error is None, row.error
-        assert worker.array(row.outputs[0], np.float32).tolist() == [[7, 14, 21]]
 
 
 def test_names_of_installed_backends(

@@ -6,7 +6,7 @@ The oracle is that package's own pipeline on the same bytes. Without it these te
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 import shmserve
 from shmserve.repo import ocr, samples
+from shmserve.testing import Server
 from tests.support.cases import cases
+from tests.support.shared_server import SharedServer
 from tests.support.stopped import stopped
 
 for module in ("onnxruntime", "cv2", "pyclipper", "PIL", "shapely", "yaml", "rapidocr_onnxruntime"):
@@ -23,7 +25,6 @@ for module in ("onnxruntime", "cv2", "pyclipper", "PIL", "shapely", "yaml", "rap
 
 pytestmark = pytest.mark.process
 
-SAMPLES = ("ocr",)
 PAPER, INK = (250, 248, 240), (20, 20, 60)
 
 
@@ -63,6 +64,14 @@ PAGES: dict[str, tuple[int, Callable[[], bytes]]] = {
     "too large": (1, lambda: drawn((200, 100, "Large letters"), size=(2100, 900), letters=200)),
 }
 """Name -> the number of lines, and what draws the page."""
+
+
+@pytest.fixture(scope="module")
+def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("samples")
+    built = samples.build(folder, lambda text: None, ["ocr"])
+    with shared_server.serving(folder, *built) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""The page on the samples: its instructions are run in order, with all samples served."""
+"""The page on the samples: its instructions are run in order, with all samples served, and results are compared with
+what the weights of words or the unchanged network give."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT
+from typing import Any
 
+import numpy as np
 import pytest
 
+import shmserve
 from shmserve.repo import samples
 from shmserve.testing import Server
 from tests import ROOT
@@ -81,6 +85,64 @@ def test_programs(server: Server) -> None:
     assert "Paris" in chat
     assert re.match(r"0\.00 s: 0\.\d+\n0\.03 s: 0\.\d+\n", chances)
     assert len(chances.splitlines()) == 16_000 // samples.VAD_CHUNK
+
+
+SENTIMENTS = {
+    "The tea was excellent, and the staff friendly.": ("positive", 4),
+    "It was not good. Not good at all!": ("negative", 4),
+    "Nothing wrong with it; it isn't bad": ("positive", 4),
+    "We sat at a table by the window": ("neutral", 0),
+    "": ("neutral", 0),
+    "GOOD bad": ("neutral", 0),
+    "Terrible service, slow and rude, but a nice view": ("negative", 5),
+    "w\u00f6rds we don't know \u2014 \U0001f600": ("neutral", 0),
+    "It works": ("positive", 1),
+    " ".join(["so"] * 32 + ["terrible"]): ("neutral", 0),  # only 32 words count
+}
+"""Text -> its label, and the sum of the weights of its words."""
+
+
+def test_sentiments(client: shmserve.Client) -> None:
+    texts = np.array([[text.encode()] for text in SENTIMENTS], np.object_)
+    labels = [label for label, _ in SENTIMENTS.values()]
+    powers = np.exp([[0.8, total, -total] for _, total in SENTIMENTS.values()])
+    found = client.infer("sentiment", {"TEXT": texts})
+    assert [label.decode() for label in found["LABEL"][:, 0]] == labels
+    np.testing.assert_allclose(found["SCORE"][:, 0], powers.max(1) / powers.sum(1), rtol=1e-5)
+    words = client.infer("sentiment_tokenizer", {"TEXT": texts})["WORDS"]
+    assert words.shape == (len(SENTIMENTS), 32)
+    best = client.infer("sentiment_classifier", {"WORDS": words}, outputs={"SCORES": shmserve.TopK(1)})["SCORES"]
+    assert [text.decode().rpartition(":")[2] for text in best[:, 0]] == labels
+
+
+def test_the_voice_detector_keeps_the_state_of_each_stream(client: shmserve.Client) -> None:
+    """Two streams, in turns. The oracle runs each through the unchanged network, as the wrapper of the package does."""
+    import onnxruntime
+
+    network = onnxruntime.InferenceSession(str(samples.vad_model_file()), providers=["CPUExecutionProvider"])
+    streams = 0.3 * np.random.default_rng(1).standard_normal((2, 9, samples.VAD_CHUNK)).astype(np.float32)
+    expected = []
+    for chunks in streams:
+        state, last = np.zeros((2, 1, 128), np.float32), np.zeros(samples.VAD_CONTEXT, np.float32)
+        for chunk in chunks:
+            feeds: dict[str, Any] = {"input": np.concatenate([last, chunk])[None], "state": state}
+            probability, state = network.run(None, {**feeds, "sr": np.array(samples.VAD_RATE)})
+            expected.append(probability[0, 0])
+            last = chunk[-samples.VAD_CONTEXT :]
+    futures = {
+        (stream, at): client.submit(
+            "vad",
+            {"CHUNK": streams[stream, at][None]},
+            sequence=stream + 1,
+            sequence_start=at == 0,
+            sequence_end=at == 8,
+        )
+        for at in range(9)
+        for stream in range(2)
+    }
+    heard = [futures[stream, at].result()["PROBABILITY"][0, 0] for stream in range(2) for at in range(9)]
+    np.testing.assert_allclose(heard, expected, atol=1e-5)
+    assert max(expected) > 2 * min(expected)
 
 
 def test_the_page_lists_all_sample_models() -> None:
