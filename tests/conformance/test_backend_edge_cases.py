@@ -1,10 +1,13 @@
-"""Special cases that each backend must handle: optional inputs, missing outputs, long runs, crashes, unloading."""
+"""Special cases that each backend must handle: optional inputs, missing outputs, long runs, crashes, unloading, and
+requests of different lengths in one batch.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,13 @@ from msgspec.structs import replace
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Tensor, Wanted
 from shmserve.protocol.worker_messages import Row
+from shmserve.repo.config.schema import ModelParameter
 from shmserve.workers.process.exit_codes import Exit
 from tests.conformance.models import ADDING, REFUSING, Make
+from tests.conformance.test_backends import Echo, arrays_of
+from tests.support.cases import cases
 from tests.support.workers.in_process import loaded
-from tests.support.workers.models.worker_models import KINDS, Kind, needs
+from tests.support.workers.models.worker_models import KINDS, TENSORRT, Kind, needs
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
 
 pytestmark = pytest.mark.process
@@ -125,3 +131,29 @@ def test_batches_run_in_order_and_a_crash_ends_the_worker(kind: Kind, tmp_path: 
         worker.process.send_signal(signal.SIGSEGV)
         assert worker.ended() == -signal.SIGSEGV
         assert "Segmentation fault" in worker.said()
+
+
+LENGTHS = [(3, 1), (5, 2), (3, 1), (0, 1), (8, 3)]
+LARGE = [(1500, 1), (900, 2), (1200, 1)]
+BACKENDS = [pytest.param(kind, id=kind.name) for kind in (*KINDS, TENSORRT) if not kind.width]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def echo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Echo]:
+    kind = request.param
+    needs(kind)
+    folder = tmp_path_factory.mktemp("model")
+    found = kind.echo(folder, kind.dtypes[0], (-1,), 16)
+    names = " ".join(entry.name for entry in found.input)
+    found = replace(found, parameters={**found.parameters, "padding": ModelParameter(string_value=names)})
+    with WorkerProcess(found, folder, packages=kind.packages) as worker:
+        worker.loaded()
+        made = Echo(worker, KINDS[0], kind.dtypes[0])
+        made.grow((1, 40_000), 1)
+        yield made
+
+
+@cases((LENGTHS, False), (LENGTHS, True), (LENGTHS[:1], True), (LARGE, True))
+def test_each_request_gets_its_own_length_back(lengths: list[tuple[int, int]], shared: bool, echo: Echo) -> None:
+    given = [arrays_of(echo.dtypes, (rows, length), seed) for seed, (length, rows) in enumerate(lengths)]
+    echo.round_trip(*given, shared=shared)

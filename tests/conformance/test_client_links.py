@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.protocol.messages import OWNER_SHIFT, Bye, Cancel, Goodbye, Ping, Pong, Reclaim, Released, Reply, Return
+from shmserve.protocol.messages import (
+    OWNER_SHIFT,
+    Bye,
+    Cancel,
+    FailHeld,
+    Goodbye,
+    Ping,
+    Pong,
+    Reclaim,
+    Released,
+    Reply,
+    Return,
+)
 from tests.conformance.client_ways import CANCELLED, place_of, shared_only, ways
 from tests.support.broker.fake_broker import MODELS, FakeBroker, echo
 from tests.support.patience import PATIENCE_S
@@ -61,40 +73,31 @@ def test_cancel(client: Any, broker: FakeBroker) -> None:
 
 
 @shared_only
-def test_inputs_are_not_reused_before_they_are_released(client: Any, broker: FakeBroker) -> None:
-    x = np.full((100, 100), 1.0)
-    with pytest.raises(shmserve.QueueTimeout, match="waited for too long"):
-        client.infer("held", {"x": x})
-    peer, infer, _ = broker.next_parked()
-    still_read = place_of(infer.inputs[0])
-    client.infer("echo", {"x": x + 1})
-    assert place_of(broker.requests[-1].inputs[0]) != still_read
-    assert (np.frombuffer(peer.mapped.memory(still_read)) == 1.0).all()
-    broker.do(lambda: peer.send(Released(infer.request)))
-    client.live()
-    client.infer("echo", {"x": x + 2})
-    assert place_of(broker.requests[-1].inputs[0]) == still_read
-
-
-@shared_only
-def test_memory_for_an_output_is_kept_until_it_is_released(client: Any, broker: FakeBroker) -> None:
-    place = client.empty((100, 100))
-    with pytest.raises(shmserve.QueueTimeout):
-        client.infer("held", {"x": np.int64(1)}, outputs={"x": place})
+def test_memory_of_a_request_is_kept_until_it_is_released(client: Any, broker: FakeBroker) -> None:
+    """Also after its error, while a worker may still read the inputs and write the output. Then it is reused."""
+    own, place = (client.empty((100, 100)) for _ in range(2))
+    own[:] = 1
+    inputs = {"own": own, "copied": np.full((100, 100), 2, np.float32)}
+    future = client.submit("hold", inputs, outputs={"own": place, "copied": None})
     peer, infer, _ = broker.next_parked()
     assert infer.outputs is not None
-    handle = infer.outputs[0].place
-    assert handle is not None
-    del place
+    kept = [*map(place_of, infer.inputs), infer.outputs[0].place]
+    del own, inputs, place
     gc.collect()
-    other = client.empty((100, 100))
-    client.infer("echo", {"x": other})
-    assert place_of(broker.requests[-1].inputs[0]) != handle
+
+    def places_of_the_next(count: int) -> list[Any]:
+        client.infer("echo", {str(number): client.empty((100, 100)) for number in range(count)})
+        return [place_of(tensor) for tensor in broker.requests[-1].inputs]
+
+    assert not {*kept} & {*places_of_the_next(3)}, "it is in flight"
+    broker.do(lambda: peer.send(FailHeld(infer.request, "QUEUE_TIMEOUT", "it waited for too long")))
+    with pytest.raises(shmserve.QueueTimeout, match="waited for too long"):
+        future.result()
+    assert not {*kept} & {*places_of_the_next(3)}
+    assert (np.frombuffer(peer.mapped.memory(place_of(infer.inputs[0])), np.float32) == 1).all()
     broker.do(lambda: peer.send(Released(infer.request)))
     client.live()
-    again = client.empty((100, 100))
-    client.infer("echo", {"x": again})
-    assert place_of(broker.requests[-1].inputs[0]) == handle
+    assert {*kept} <= {*places_of_the_next(6)}
 
 
 @shared_only

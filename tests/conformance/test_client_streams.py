@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.protocol.messages import Cancel, FailHeld, More, Part, Released, Tensor
+from shmserve.protocol.messages import Cancel, FailHeld, Part, Released, Tensor
 from tests.conformance.client_ways import place_of, shared_only, ways
 from tests.support.broker.fake_broker import FakeBroker
 
@@ -36,19 +36,6 @@ def test_parts_arrive_in_order(client: Any, size: int, full_end: bool) -> None:
             assert not part["y"].flags.writeable
 
 
-def test_reading_a_part_requests_more(client: Any, broker: FakeBroker) -> None:
-    stream = ask(client, 100, window=4)
-    (peer,) = broker.peers.values()
-    for index in range(10):
-        assert next(stream)["y"] == index
-    broker.wait_for(More)
-    (parts,) = peer.streams.values()
-    assert 10 <= parts.sent <= 14
-    stream.close()
-    broker.wait_for(Cancel)
-    assert next(stream, None) is None
-
-
 @ways("lane")
 def test_several_streams_and_requests_at_once(client: Any) -> None:
     streams = [ask(client, 10, window=2) for _ in range(5)]
@@ -58,16 +45,6 @@ def test_several_streams_and_requests_at_once(client: Any) -> None:
         x = np.array([index], np.float32)
         assert client.infer("echo", {"x": x})["x"] == index
     assert [next(stream, None) for stream in streams] == [None] * 5
-
-
-def test_a_failure_arrives_after_earlier_parts(client: Any) -> None:
-    stream = ask(client, 3, fail=1)
-    assert [next(stream)["y"].item() for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(shmserve.ModelFailed, match="no more of this"):
-        next(stream)
-    assert next(stream, None) is None
-    with pytest.raises(shmserve.NotFound):
-        list(client.stream("unknown", {"x": np.zeros(1)}))
 
 
 @shared_only

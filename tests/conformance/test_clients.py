@@ -1,4 +1,5 @@
-"""Both clients over every kind of link, against a broker that echoes: tensors, shared memory, options of requests.
+"""Both clients over every kind of link, against a broker that echoes: tensors, shared memory, options of requests,
+queries and operations.
 
 Expected values come from numpy and from the messages that the broker received.
 """
@@ -6,17 +7,20 @@ Expected values come from numpy and from the messages that the broker received.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 import shmserve
-from shmserve.protocol.messages import FRAME_BYTES, INLINE_BYTES, Handle, Return
+from shmserve.protocol.messages import FRAME_BYTES, INLINE_BYTES, Ask, Handle, Return
 from shmserve.transport.address import TCP_FRAME_BYTES
 from tests.conformance.client_ways import LARGE, NUMBERS, data, place_of, shared_only, ways
-from tests.support.broker.fake_broker import FakeBroker, echo
+from tests.support.broker.fake_broker import FakeBroker
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.mark.parametrize("shape", [(3, 5), LARGE], ids=["small", "large"])
@@ -127,33 +131,6 @@ def test_arrays_of_empty_are_not_copied(client: Any, broker: FakeBroker) -> None
     assert copied.offset != first.offset
 
 
-@shared_only
-def test_dropped_memory_of_empty_is_reused(client: Any, broker: FakeBroker) -> None:
-    handles = []
-    for _ in range(3):
-        x = client.empty((64, 1024), np.uint8)
-        x[:] = 1
-        part = x[3:]
-        del x
-        client.infer("echo", {"x": part})
-        handles.append(place_of(broker.requests[-1].inputs[0]))
-        del part
-    assert len(set(handles)) == 1
-
-
-@shared_only
-def test_memory_of_empty_is_kept_while_a_request_is_in_flight(client: Any, broker: FakeBroker) -> None:
-    x = client.empty((4, 4096), np.uint8)
-    x[:] = 9
-    future = client.submit("hold", {"x": x})
-    peer, infer, _ = broker.next_parked()
-    del x
-    other = client.empty((4, 4096), np.uint8)
-    other[:] = 1
-    broker.do(lambda: echo(broker, peer, infer, []))
-    assert (future.result()["x"] == 9).all()
-
-
 def test_empty_returns_arrays_over_every_link(client: Any) -> None:
     for shape, dtype in (((2, 3), "float32"), ((0, 5), "int8"), ((), "float64"), (7, "bool"), ((3,), object)):
         x = client.empty(shape, dtype)
@@ -161,13 +138,6 @@ def test_empty_returns_arrays_over_every_link(client: Any) -> None:
         assert x.shape == ((shape,) if isinstance(shape, int) else shape)
     with pytest.raises(shmserve.InvalidRequest, match="negative dim"):
         client.empty((2, -1))
-
-
-@shared_only
-def test_memory_of_inputs_is_reused(client: Any, broker: FakeBroker) -> None:
-    for number in range(4):
-        client.infer("echo", {"x": np.full((100, 100), number, np.float32)})
-    assert len({request.inputs[0].data for request in broker.requests}) == 1
 
 
 @shared_only
@@ -358,3 +328,68 @@ def test_status_queries(client: Any, broker: FakeBroker) -> None:
     assert client.models() == [{"name": "echo", "version": "1", "state": "READY", "reason": ""}]
     assert client.statistics() == broker.answers["statistics"]
     assert client.metadata()["name"] == "shmserve"
+
+
+DONE = {"model": "m", "versions": [{"version": "1", "state": "READY", "seconds": 0.5}], "changed": True, "warnings": []}
+
+
+def test_each_operation_and_its_options(client: Any, broker: FakeBroker) -> None:
+    received: list[tuple[Any, ...]] = []
+
+    def record(*operation: Any) -> Any:
+        received.append(operation)
+        if operation[1] == "broken":
+            raise shmserve.Unavailable("failed to load 'broken', no version is available")
+        return DONE
+
+    for what in ("load", "unload", "restart", "origins"):
+        broker.answers[what] = partial(record, what)
+    assert client.load("m") == DONE
+    client.load("m", config={"max_batch_size": 3})
+    client.load("m", config='{"max_batch_size": 3}')
+    client.unload("m")
+    client.unload("m", unload_dependents=True, wait=False)
+    client.unload("m", force=True, timeout=5)
+    client.restart("m")
+    client.restart("m", version=2, instance="m_0_1")
+    assert client.origins("m", 2) == DONE
+    config = b'{"config": {"max_batch_size": 3}}\n'
+    assert received == [
+        ("load", "m", 0, b""),
+        ("load", "m", 0, config),
+        ("load", "m", 0, config),
+        ("unload", "m", 0, b'{"unload_dependents": false, "wait": true}'),
+        ("unload", "m", 0, b'{"unload_dependents": true, "wait": false}'),
+        ("unload", "m", 0, b'{"unload_dependents": false, "wait": true, "force": true, "timeout": 5.0}'),
+        ("restart", "m", 0, b'{"instance": ""}'),
+        ("restart", "m", 2, b'{"instance": "m_0_1"}'),
+        ("origins", "m", 2, b""),
+    ]
+    with pytest.raises(shmserve.Unavailable, match="failed to load 'broken', no version is available"):
+        client.load("broken")
+    with pytest.raises(shmserve.InvalidRequest, match="files= needs config="):
+        client.load("m", files={"1/a": b""})
+    assert len(received) == 10
+
+
+def test_the_default_timeout_does_not_apply_to_operations(connect: Callable[..., Any], broker: FakeBroker) -> None:
+    broker.answers["load"] = DONE
+    with connect(timeout=1e-6) as client:
+        assert client.load("m") == DONE
+
+
+@pytest.mark.parametrize("way", ["sync lane", "sync ipc"], indirect=True)
+def test_requests_of_threads_continue_during_operations(client: Any, broker: FakeBroker) -> None:
+    """Tested while the body is sent, and while the client waits for the answer."""
+    broker.answers["load"] = DONE
+    client.live()
+    broker.pongs = False
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(client.load("m", config={}, files={"1/a": bytes(3_000_000)})))
+    thread.start()
+    assert broker.wait_for(Ask).what == "live"
+    assert broker.wait_for(Ask).what == "load"
+    assert client.infer("echo", {"x": np.int64(5)})["x"] == 5
+    broker.do(broker.pong)
+    thread.join(PATIENCE_S)
+    assert found == [DONE]

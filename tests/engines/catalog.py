@@ -7,7 +7,6 @@ from typing import NamedTuple
 CONFORMANCE = (
     "tests/conformance/test_backends.py",
     "tests/conformance/test_backend_edge_cases.py",
-    "tests/conformance/test_backends_padded.py",
 )
 
 PUBLISHED = "tests/process/cli/load/test_published.py"
