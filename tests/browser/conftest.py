@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,14 +12,12 @@ import pytest
 
 from shmserve.gateway.auth import tokens
 from shmserve.testing import Server
-from tests import ROOT
 from tests.browser.models import write_models
 from tests.support.browser import chromium
 from tests.support.browser.chromium import Chromium
 from tests.support.browser.tab import Tab, opened
 from tests.support.gateway.running_gateway import Gateway
 
-SCREENSHOTS = ROOT / "build" / "screenshots"
 EVIL = "evil.example"
 """A host name that its owner has rebound to this machine."""
 
@@ -88,9 +85,3 @@ def site(browser: Chromium, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def tab(browser: Chromium, site: Site) -> Iterator[Tab]:
     with opened(browser, site.origin) as tab:
         yield tab
-
-
-def take(tab: Tab, name: str) -> None:
-    """Saves a screenshot of the page in build/screenshots, or in the folder SHMSERVE_SCREENSHOTS."""
-    folder = Path(os.environ.get("SHMSERVE_SCREENSHOTS", SCREENSHOTS))
-    tab.screenshot(folder / f"{name}.png")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from shmserve.testing import Server
-from tests.browser.conftest import Site, serving, take
+from tests.browser.conftest import Site, serving
 from tests.support.browser.tab import Tab
 from tests.support.cases import cases
 from tests.support.gateway.language_models import LanguageModels, write_language_models
@@ -84,7 +84,6 @@ def test_a_conversation(tab: Tab, files: LanguageModels) -> None:
     sent = json.loads('{"messages' + document)["messages"]
     said = [("system", "Be brief."), ("user", "a GATE b"), ("assistant", "a GATE b"), ("user", "PARAMETERS DOCUMENT")]
     assert [(one["role"], one["content"]) for one in sent] == said
-    take(tab, "try-chat")
     say(tab, "a FAIL")
     tab.wait_for("#talk [data-role=error] [role=alert]", "a word that fails")
     tab.click("#clear")
@@ -167,7 +166,6 @@ def test_the_similarity_of_texts(tab: Tab) -> None:
         tab.click("#texts button[type=submit]")
         for text in (f"{expected:.4f}", f"{dimensions} dimensions", f"length {length:.6g} ["):
             tab.wait_for("#similarity", text)
-    take(tab, "try-embeddings")
     tab.write("#dimensions", "9")
     tab.click("#texts button[type=submit]")
     tab.wait_for("#texts [role=alert]", "'dimensions' is 9")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.testing import Server
-from tests.browser.conftest import Site, serving, take
+from tests.browser.conftest import Site, serving
 from tests.support.browser.chromium import Chromium
 from tests.support.browser.tab import Tab, opened
 from tests.support.ensemble_models import ensemble
@@ -36,7 +36,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 def test_only_visible_rows_of_a_thousand_models_are_drawn(tab: Tab, site: Site) -> None:
     tab.wait(f"{LISTED} === {MODELS + 1}")
     assert tab.evaluate(DRAWN) < 60
-    take(tab, "thousand")
     tab.write("input[type=search]", "model-07")
     tab.wait(f"{LISTED} === 100")
     tab.expect("document.querySelector('[data-model]').dataset.model", "model-0700")
@@ -68,7 +67,6 @@ def test_the_page_reconnects_after_a_gateway_restart_and_reports_a_lost_server(
                 gateway.stop()
                 tab.wait("document.body.dataset.connection === 'down'")
                 tab.wait_for("#banner", "Trying again")
-                take(tab, "reconnecting")
                 gateway = Gateway(server, "--http-port", str(gateway.http))
                 tab.wait("document.body.dataset.connection === 'live' && document.querySelector('#banner').hidden")
                 server.kill()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.browser.conftest import Site, take
+from tests.browser.conftest import Site
 from tests.browser.models import LABELS
 from tests.support.browser.tab import Tab
 from tests.tritonclient.serving import ABSENT, PYTHON
@@ -85,7 +85,6 @@ def test_a_picture_is_classified_and_the_generated_code_returns_the_same(tab: Ta
     assert [text.index(label) for label in labels] == sorted(text.index(label) for label in LABELS)
     for share in shares:
         assert str(share)[:5] in text
-    take(tab, "try-picture")
     printed = execute([sys.executable, "-c", code(tab, "python", picture.name)], picture.parent, site)
     assert [printed.index(label) for label in labels] == sorted(printed.index(label) for label in LABELS)
     code(tab, "curl", "--data-binary @request.bin")
@@ -106,7 +105,6 @@ def test_an_output_picture_is_drawn(tab: Tab, site: Site, picture: Path) -> None
     run(tab, "picture")
     inverted = [[255 - value for value in colour] for colour in (TOP, BOTTOM)]
     tab.expect(PIXELS % "[data-result=picture]", [24, 32, *inverted])
-    take(tab, "try-negative")
 
 
 def test_output_numbers_are_shown_as_a_table(tab: Tab, site: Site, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.testing import Server
-from tests.browser.conftest import Site, serving, take
+from tests.browser.conftest import Site, serving
 from tests.support.browser.chromium import Chromium
 from tests.support.browser.tab import Tab
 from tests.support.living import generation, identity
@@ -41,7 +41,6 @@ def test_the_overview_shows_shares_bounds_sleep_and_drain(tab: Tab, site: Site) 
     tab.wait_for("[data-model=sleeper] td.status", "ASLEEP")
     tab.wait_for("[data-model=scaled] td.instances", "1/1 (1-4)")
     tab.expect(NAMES, ["divided 1 90 % · @prod", "divided 2 10 % · shadow 100 %", "scaled 1", "sleeper 1"])
-    take(tab, "versions")
     tab.write("input[type=search]", "@prod")
     tab.expect(NAMES, ["divided 1 90 % · @prod"])
     with site.server.client() as client:
@@ -67,7 +66,6 @@ def test_the_model_page_shows_traffic_shadow_and_aliases_of_versions(tab: Tab, s
     while not tab.evaluate(different):
         site.ask("divided")
     tab.wait_for("main", "Shadow 2 compared with version 1: 0 equal")
-    take(tab, "shadow")
     with site.server.client() as client:
         client.traffic("divided", shares={}, aliases={"prod": None, "next": None}, shadow={})
     tab.wait("!document.querySelector('.chips').textContent.includes('%')")
@@ -79,7 +77,6 @@ def test_the_model_page_shows_sleep_and_scaling_bounds(tab: Tab, site: Site) -> 
     tab.wait("document.querySelector('main').innerText.includes('1, at least 1, at most 4')")
     tab.go("#/model/sleeper")
     tab.wait_for(".problem.mild", "Asleep")
-    take(tab, "asleep")
     while tab.evaluate("document.querySelector('.problem') !== null"):
         site.ask("sleeper")
     tab.wait_for(".problem.mild", "Asleep")

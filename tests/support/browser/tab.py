@@ -5,7 +5,6 @@ Errors are collected: exceptions of scripts, violations of the content security 
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -206,11 +205,6 @@ class Tab:
     def scheme(self, name: str) -> None:
         """dark or light."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
-
-    def screenshot(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data = self.call("Page.captureScreenshot", format="png")["data"]
-        path.write_bytes(base64.b64decode(data))
 
     def accessible(self) -> list[tuple[str, str]]:
         """Role and name of everything in the accessibility tree that is not ignored."""
