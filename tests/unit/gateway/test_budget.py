@@ -40,18 +40,6 @@ def test_a_connection_has_a_quarter_of_the_rest() -> None:
     assert fill(Budget(1024, 0.5).account("")) == 512
 
 
-def test_returned_memory_can_be_taken_again() -> None:
-    budget = Budget(1024)
-    for _ in range(3):
-        account = budget.account("192.0.2.1")
-        assert fill(account) == 256
-        account.give(account.held)
-        assert (budget.held, budget.holders) == (0, 0)
-    del account
-    gc.collect()
-    assert budget.addresses == 0
-
-
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 400), st.booleans()), max_size=60))
 def test_the_total_is_the_sum_of_the_accounts(steps: list[tuple[int, int, bool]]) -> None:
     budget = Budget(1000)
@@ -69,6 +57,12 @@ def test_the_total_is_the_sum_of_the_accounts(steps: list[tuple[int, int, bool]]
             assert not equal_part or place + size > 2 * 1000 / 4, "refused, though its address has no two shares"
         assert budget.held == sum(account.held for account in accounts) <= 2000
         assert budget.holders == sum(account.held > 0 for account in accounts)
+    for account in accounts:
+        account.give(account.held)
+    assert (budget.held, budget.holders) == (0, 0)
+    del accounts, account
+    gc.collect()
+    assert budget.addresses == 0
 
 
 @given(st.integers(0, 300_000), st.lists(st.integers(1, 90_000), max_size=20), st.booleans(), st.booleans())

@@ -154,25 +154,6 @@ def test_other_data_is_no_header(start: bytes) -> None:
     assert size_of(start) == 0
 
 
-addresses = st.one_of(st.ip_addresses(v=4), st.ip_addresses(v=6))
-ports = st.integers(0, 65535)
-
-
-@given(addresses, ports, ports, st.binary(max_size=50), st.booleans())
-@settings(max_examples=examples(60))
-def test_any_client_is_named_by_both_versions(
-    client: ipaddress.IPv4Address | ipaddress.IPv6Address, near: int, far: int, after: bytes, text: bool
-) -> None:
-    version = client.version
-    if text:
-        header = f"PROXY TCP{version} {client} {client} {near} {far}\r\n".encode()
-    else:
-        rest = client.packed * 2 + struct.pack("!HH", near, far)
-        header = binary(0x21, 0x11 if version == 4 else 0x21, rest)
-    assert size_of(header + after) == len(header)
-    assert client_in(header) == str(client)
-
-
 @given(st.sampled_from([b"", b"PROXY ", b"PROXY TCP4 ", SIGNATURE, SIGNATURE + b"\x21"]), st.binary(max_size=300))
 @settings(max_examples=examples(60))
 def test_any_bytes_are_a_header_or_refused_or_something_else(start: bytes, rest: bytes) -> None:

@@ -6,7 +6,6 @@ Request smuggling is in test_connection.py.
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import zlib
 
@@ -15,17 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
-from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.http import bodies
-from shmserve.gateway.http.heads import BadHead, HttpHeads, parse
+from shmserve.gateway.http.heads import BadHead, parse
 from shmserve.gateway.http.routes import METRICS_ROUTES, NoRoute, resolve
 from shmserve.gateway.upstream import documents
 from shmserve.gateway.upstream.documents import Route
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.actions import Action
-from shmserve.protocol.roles import ROLES
 from tests.support.cases import cases
-from tests.support.gateway.http_connection import chunked, lines
+from tests.support.gateway.http_connection import lines
 from tests.support.gateway.sliced_work import finished
 
 
@@ -59,36 +56,12 @@ def test_heads_that_are_refused(block: bytes, status: int) -> None:
     assert caught.value.status == status
 
 
-def test_heads_are_cached() -> None:
-    heads = HttpHeads(EndpointAccess(ROLES))
-    found = heads.head(lines())
-    assert heads.head(bytes(bytearray(lines()))) is found
-    for number in range(1100):
-        heads.head(lines(f"a: {number}"))
-    assert heads.head(lines()) is not found, "the cache is bounded"
-
-
 def test_accept_encoding() -> None:
     for value, encoding in {
         "gzip": "gzip", "gzip;q=0, deflate": "deflate", "gzip; q=0.0": "", "identity, *": "", "br": "",
         "deflate;q=1.0, gzip": "deflate",
     }.items():  # fmt: skip
         assert parse(lines(f"Accept-Encoding: {value}")).accepts == encoding
-
-
-@given(
-    st.lists(st.binary(max_size=20), max_size=6),
-    st.lists(st.integers(0, 200), max_size=8),
-    st.sampled_from([b"0\r\n\r\n", b"0;a=b\r\nx: y\r\n\r\n"]),
-)
-def test_chunks_do_not_depend_on_the_borders_of_pieces(pieces: list[bytes], cuts: list[int], end: bytes) -> None:
-    chunks, data, left = bodies.Chunks(1000), chunked(pieces, end) + b"GET", b""
-    places = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
-    for begin, stop in itertools.pairwise(places):
-        left = chunks.feed(left + data[begin:stop], len(data))
-    assert left == b"GET"
-    assert chunks.done
-    assert bytes(chunks.body) == b"".join(pieces)
 
 
 @cases(

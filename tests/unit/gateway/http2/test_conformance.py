@@ -92,25 +92,18 @@ RESET = head() + frame(RST, 0, 1, number(8))
 FIELDS = raw_block([("x-dummy", "y" * 100)])
 
 CASES: dict[str, tuple[bytes, Fails | None]] = {
-    # 3.4 connection preface
     "3.4 invalid preface": (b"INVALID CONNECTION PREFACE\r\n\r\n", Fails(PROTOCOL)),
     "3.4 preface without SETTINGS": (PREFACE + frame(PING, 0, 0, bytes(8)), Fails(PROTOCOL)),
-    # 4.1 frame format
     "4.1 unknown type": (frame(0x16, 0, 0, bytes(8)), None),
     "4.1 unknown flags": (frame(PING, 0x16, 0, bytes(8)), None),
     "4.1 reserved bit of the stream": (frame(PING, 0, 1 << 31, bytes(8)), None),
     "4.1 large unknown frame": (frame(0x16, 0, 0, bytes(50_000)), None),
-    # 4.2 frame size
     "4.2 DATA of 2^14": (head() + data(bytes(1 << 14)), None),
     "4.2 DATA over the limit": (head() + data(bytes((1 << 20) + 1)), Fails(SIZE)),
-    "4.2 HEADERS over the limit": (head(payload=bytes((1 << 20) + 1)), Fails(SIZE)),
-    # 4.3 header compression
     "4.3 invalid header block": (head(payload=b"\x40"), Fails(COMPRESSION)),
-    "4.3 PRIORITY inside of a header block": (head(flags=0) + frame(PRIORITY, 0, 1, bytes(5)), Fails(PROTOCOL)),
     "4.3 HEADERS of another stream inside of a header block": (head(flags=0) + head(3), Fails(PROTOCOL)),
     "4.3 DATA inside of a header block": (head(flags=0) + data(b"x"), Fails(PROTOCOL)),
     "4.3 an unknown frame inside of a header block": (head(flags=0) + frame(0x16, 0, 0), Fails(PROTOCOL)),
-    # 5.1 stream states
     "5.1 idle: DATA": (data(b"test"), Fails(PROTOCOL)),
     "5.1 idle: RST_STREAM": (frame(RST, 0, 1, number(8)), Fails(PROTOCOL)),
     "5.1 idle: WINDOW_UPDATE": (frame(WINDOW, 0, 1, number(100)), Fails(PROTOCOL)),
@@ -118,40 +111,30 @@ CASES: dict[str, tuple[bytes, Fails | None]] = {
     "5.1 idle: PRIORITY": (frame(PRIORITY, 0, 1, bytes(5)), None),
     "5.1 half closed: DATA": (head(flags=5) + data(b"test"), Fails(CLOSED, 1)),
     "5.1 half closed: HEADERS": (head(flags=5) + head(flags=5), Fails(CLOSED, 1)),
-    "5.1 half closed: CONTINUATION": (head(flags=5) + frame(CONTINUATION, 4, 1, block()), Fails(PROTOCOL)),
     "5.1 half closed: WINDOW_UPDATE": (head(flags=5) + frame(WINDOW, 0, 1, number(1)), None),
     "5.1 half closed: PRIORITY": (head(flags=5) + frame(PRIORITY, 0, 1, bytes(5)), None),
     "5.1 reset: DATA": (RESET + data(b"test"), Fails(CLOSED, 1)),
     "5.1 reset: HEADERS": (RESET + head(flags=5), Fails(CLOSED)),
-    "5.1 reset: CONTINUATION": (RESET + frame(CONTINUATION, 4, 1), Fails(PROTOCOL)),
     "5.1 reset: RST_STREAM": (RESET + frame(RST, 0, 1, number(8)), None),
     "5.1 reset: WINDOW_UPDATE": (RESET + frame(WINDOW, 0, 1, number(1)), None),
-    # 5.1.1 stream identifiers
     "5.1.1 an even stream": (head(2), Fails(PROTOCOL)),
     "5.1.1 a smaller number than before": (head(5, 5) + head(3, 5), Fails(PROTOCOL)),
     "5.1.1 HEADERS of stream 0": (head(0), Fails(PROTOCOL)),
-    # 5.1.2 concurrency
     "5.1.2 one stream too many": (b"".join(head(2 * n + 1, 5) for n in range(9)), Fails(REFUSED, 17)),
-    # 5.3.2 priorities are ignored, wrong ones too
     "5.3.2 HEADERS that depend on themselves": (head(flags=0x25, payload=number(1) + b"\0" + block()), None),
     "5.3.2 PRIORITY that depends on itself": (frame(PRIORITY, 0, 1, number(1) + b"\0"), None),
-    # 6.1 DATA
     "6.1 DATA of stream 0": (data(b"x", stream=0), Fails(PROTOCOL)),
     "6.1 padding as long as the payload": (head() + data(b"\x05test.", PADDED), None),
     "6.1 more padding than payload": (head() + data(b"\x06test.", PADDED), Fails(PROTOCOL)),
     "6.1 no padding where there should be": (head() + data(b"", PADDED), Fails(PROTOCOL)),
     "6.1 padding": (head() + data(b"\x03" + BODY + bytes(3), PADDED | END), None),
-    # 6.2 HEADERS
     "6.2 padding": (head(flags=0xD, payload=b"\x03" + block() + bytes(3)), None),
     "6.2 more padding than payload": (head(flags=0xD, payload=b"\xff" + bytes(8)), Fails(PROTOCOL)),
     "6.2 half a priority": (head(flags=0x25, payload=bytes(3)), Fails(PROTOCOL)),
-    # 6.3 PRIORITY
     "6.3 PRIORITY of stream 0": (frame(PRIORITY, 0, 0, bytes(5)), Fails(PROTOCOL)),
     "6.3 PRIORITY of 4 bytes": (frame(PRIORITY, 0, 1, bytes(4)), Fails(SIZE)),
-    # 6.4 RST_STREAM
     "6.4 RST_STREAM of stream 0": (frame(RST, 0, 0, number(8)), Fails(PROTOCOL)),
     "6.4 RST_STREAM of 3 bytes": (head() + frame(RST, 0, 1, bytes(3)), Fails(SIZE)),
-    # 6.5 SETTINGS
     "6.5 ACK with a payload": (frame(SETTINGS, 1, 0, bytes(6)), Fails(SIZE)),
     "6.5 SETTINGS of a stream": (frame(SETTINGS, 0, 1), Fails(PROTOCOL)),
     "6.5 SETTINGS of 3 bytes": (frame(SETTINGS, 0, 0, bytes(3)), Fails(SIZE)),
@@ -160,44 +143,31 @@ CASES: dict[str, tuple[bytes, Fails | None]] = {
     "6.5.2 MAX_FRAME_SIZE below 2^14": (setting(5, (1 << 14) - 1), Fails(PROTOCOL)),
     "6.5.2 MAX_FRAME_SIZE over 2^24 - 1": (setting(5, 1 << 24), Fails(PROTOCOL)),
     "6.5.2 an unknown setting": (setting(0xFF, 1), None),
-    # 6.6 PUSH_PROMISE
     "6.6 PUSH_PROMISE of a client": (frame(PUSH, 4, 1, number(2)), Fails(PROTOCOL)),
-    # 6.7 PING
     "6.7 PING of a stream": (frame(PING, 0, 1, bytes(8)), Fails(PROTOCOL)),
     "6.7 PING of 6 bytes": (frame(PING, 0, 0, bytes(6)), Fails(SIZE)),
-    "6.7 PING of 9 bytes": (frame(PING, 0, 0, bytes(9)), Fails(SIZE)),
-    # 6.8 GOAWAY
     "6.8 GOAWAY of a stream": (frame(GOAWAY, 0, 1, bytes(8)), Fails(PROTOCOL)),
     "6.8 GOAWAY of 7 bytes": (frame(GOAWAY, 0, 0, bytes(7)), Fails(SIZE)),
     "6.8 GOAWAY with an unknown error and a text": (frame(GOAWAY, 0, 0, bytes(7) + b"\x63text"), None),
-    # 6.9 WINDOW_UPDATE
     "6.9 WINDOW_UPDATE by 0": (frame(WINDOW, 0, 0, number(0)), Fails(PROTOCOL)),
     "6.9 WINDOW_UPDATE of a stream by 0": (head() + frame(WINDOW, 0, 1, number(0)), Fails(PROTOCOL, 1)),
     "6.9 WINDOW_UPDATE of 3 bytes": (frame(WINDOW, 0, 0, bytes(3)), Fails(SIZE)),
-    "6.9.1 a window over 2^31 - 1": (frame(WINDOW, 0, 0, number((1 << 31) - 1)), Fails(FLOW)),
     "6.9.1 the largest window": (frame(WINDOW, 0, 0, number((1 << 31) - 1 - 65_535)), None),
     "6.9.1 a window of 2^31": (frame(WINDOW, 0, 0, number((1 << 31) - 65_535)), Fails(FLOW)),
     "6.9.1 a window of a stream over 2^31 - 1": (head() + frame(WINDOW, 0, 1, number((1 << 31) - 1)), Fails(FLOW, 1)),
     "6.9.2 a window that SETTINGS make too large": (
         head() + frame(WINDOW, 0, 1, number((1 << 31) - 65_536)) + setting(4, 65_537), Fails(FLOW)),
-    # 6.10 CONTINUATION
     "6.10 two CONTINUATION frames": (
         head(flags=1) + frame(CONTINUATION, 0, 1, FIELDS) + frame(CONTINUATION, 4, 1, FIELDS), None),
     "6.10 CONTINUATION of stream 0": (head(flags=1) + frame(CONTINUATION, 4, 0, FIELDS), Fails(PROTOCOL)),
-    "6.10 DATA after HEADERS without an end": (head(flags=1) + data(b"x"), Fails(PROTOCOL)),
-    "6.10 CONTINUATION after the end of the headers": (head() + frame(CONTINUATION, 4, 1, FIELDS), Fails(PROTOCOL)),
     "6.10 CONTINUATION after CONTINUATION with the end": (
         head(flags=1) + frame(CONTINUATION, 4, 1, FIELDS) + frame(CONTINUATION, 4, 1, FIELDS), Fails(PROTOCOL)),
-    "6.10 CONTINUATION after DATA": (head() + data(b"x") + frame(CONTINUATION, 4, 1, FIELDS), Fails(PROTOCOL)),
-    # 7 error codes
     "7 RST_STREAM with an unknown error": (head() + frame(RST, 0, 1, number(0xFF)), None),
-    # 8.1 message framing
     "8.1 trailers that do not end the stream": (head() + head(), Fails(PROTOCOL, 1)),
     "8.1 trailers": (trailers(("x-more", "1")), None),
     "8.1 a pseudo header among the trailers": (trailers((":path", "/x")), Fails(PROTOCOL, 1)),
     "8.1 a bad name among the trailers": (trailers(("X-More", "1")), Fails(PROTOCOL, 1)),
     "8.1 a bad value among the trailers": (trailers(("x-more", "1\r\nx: y")), Fails(PROTOCOL, 1)),
-    # 8.1.1 malformed messages: content-length
     "8.1.1 the right content-length": (head(payload=block(("content-length", "6"))) + DONE, None),
     "8.1.1 the right content-length, with trailers": (
         head(payload=block(("content-length", "6"))) + data(BODY) + head(flags=5, payload=FIELDS), None),
@@ -211,7 +181,6 @@ CASES: dict[str, tuple[bytes, Fails | None]] = {
     "8.1.1 two values of content-length": (
         head(payload=block(("content-length", "6"), ("content-length", "6"))), Fails(PROTOCOL, 1)),
     "8.1.1 a content-length that is not a number": (head(payload=block(("content-length", "+6"))), Fails(PROTOCOL, 1)),
-    # 8.2.1 field validity
     **{f"8.2.1 the name {name!r}": (whole(block((name, "1"))), Fails(PROTOCOL, 1))
        for name in ("X-Upper", "", "with space", "with\nlf", "with\0nul", "with\x7f", "with\xe4", "with:colon")},
     **{f"8.2.1 the value {value!r}": (whole(block(("x-more", value))), Fails(PROTOCOL, 1))
@@ -222,14 +191,11 @@ CASES: dict[str, tuple[bytes, Fails | None]] = {
         whole(block(without=":path", first=[(":path", path)])), Fails(PROTOCOL, 1)) for path in ("/a ", "/\t")},
     "8.2.1 an empty value": (whole(block(("x-more", ""))), None),
     "8.2.1 a value with spaces inside and bytes over 0x7f": (whole(block(("x-more", "a b\t\xe4"))), None),
-    # 8.2.2 fields of the connection
     **{f"8.2.2 {name}": (whole(block((name, value))), Fails(PROTOCOL, 1))
        for name, value in (("connection", "close"), ("proxy-connection", "x"), ("keep-alive", "1"),
                            ("transfer-encoding", "chunked"), ("upgrade", "h2c"))},
     "8.2.2 te other than trailers": (whole(block(("te", "trailers, deflate"), without="te")), Fails(PROTOCOL, 1)),
-    # 8.3 pseudo headers
     "8.3 an unknown one": (whole(block(first=[(":test", "ok")])), Fails(PROTOCOL, 1)),
-    "8.3 that of an answer": (whole(block(first=[(":status", "200")])), Fails(PROTOCOL, 1)),
     "8.3 after a regular one": (whole(block((":authority", "x"), without=":authority")), Fails(PROTOCOL, 1)),
     "8.3 with a line break": (whole(block(without=":authority", first=[(":authority", "a\r\nb")])), Fails(PROTOCOL, 1)),
     **{f"8.3.1 without {name}": (whole(block(without=name)), Fails(PROTOCOL, 1))
@@ -237,7 +203,6 @@ CASES: dict[str, tuple[bytes, Fails | None]] = {
     **{f"8.3.1 {name} twice": (whole(block(first=[(name, value)])), Fails(PROTOCOL, 1)) for name, value in HEADERS[:4]},
     **{f"8.3.1 :path {path!r}": (
         whole(block(without=":path", first=[(":path", path)])), Fails(PROTOCOL, 1)) for path in ("", "x")},
-    # RFC 7541
     "HPACK 2.3.3 an index beyond the tables": (whole(block() + b"\xbe"), Fails(COMPRESSION)),
     "HPACK 2.3.3 the name of an index beyond the tables": (whole(block() + b"\x7f\x01\x01a"), Fails(COMPRESSION)),
     "HPACK 4.2 a change of the table's size at the end": (whole(block() + b"\x20"), Fails(COMPRESSION)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from email.message import EmailMessage
 from email.policy import HTTP
-from typing import Any
 
 import pytest
 
@@ -57,6 +56,7 @@ def test_fields_and_files(size: int) -> None:
     (LINES.replace(b"\r\n1", b"\r\n" + b"1" * (FIELD_BYTES + 1)), f"'a' of the form has {FIELD_BYTES + 1} bytes"),
 )
 def test_broken_forms(body: bytes, text: str) -> None:
+    assert read(LINES).fields == {"a": "1"}
     with pytest.raises(InvalidRequest, match=text):
         read(body)
 
@@ -65,8 +65,3 @@ def test_many_files_are_searched_in_slices() -> None:
     """None of them alone is a slice."""
     body = written([("f", bytes(COPY_BYTES - 1), "f")] * 9)
     assert slices_of(form_of(body)) >= 4
-
-
-def test_the_smallest_form() -> None:
-    fields: dict[str, Any] = {"a": "1"}
-    assert read(LINES).fields == fields
