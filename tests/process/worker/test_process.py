@@ -251,15 +251,3 @@ def test_an_unmapped_segment_leaks_no_descriptors_or_mappings(shared: WorkerProc
         (row,) = shared.run(work(number, tensor))
         assert_failed(row, "HANDLE_LOST")
     assert usage() == before
-
-
-def test_the_output_of_one_batch_is_the_input_of_the_next(shared: WorkerProcess) -> None:
-    """Steps of an ensemble on the same worker: it reads its own memory."""
-    x = np.arange(3000, dtype=np.float32).reshape(1, 3000)
-    (first,) = shared.run(work(1, shared.tensor("x", x)))
-    made = first.outputs[0]
-    (second,) = shared.run(work(2, Tensor("x", "FP32", made.shape, made.data)))
-    assert second.outputs[0].data != made.data
-    assert (shared.array(second.outputs[0], np.float32) == x).all()
-    for output in (made, second.outputs[0]):
-        shared.send(Return(output.data))  # type: ignore[arg-type]

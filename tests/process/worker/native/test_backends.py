@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -164,10 +163,6 @@ def test_a_deleted_response_gives_its_memory_back(client: shmserve.Client) -> No
         np.testing.assert_array_equal(do(client, "delete", BIG)["OUT"], BIG)
 
 
-def test_responses_from_a_thread_after_the_batch_has_run(client: shmserve.Client) -> None:
-    np.testing.assert_array_equal(do(client, "late", BIG)["OUT"], BIG)
-
-
 def test_a_stream_ends_with_the_final_flag_alone(client: shmserve.Client) -> None:
     one = {"IN": np.ones((1, 1), np.float32)}
     results = [float(part["OUT"][0, 0]) for part in client.stream("stream", one, parameters={"do": "three"})]
@@ -264,15 +259,6 @@ def test_a_model_runs_its_warm_up(client: shmserve.Client) -> None:
     one = {"IN": np.ones((1, 1), np.float32)}
     assert client.infer("warm", one)["OUT"] == 1
     assert [part["OUT"] for part in client.stream("warm_stream", one)] == [1]
-
-
-def test_many_callers(client: shmserve.Client) -> None:
-    def call(number: int) -> bool:
-        x = np.full((1, 700 * (number % 4) + 1), number, np.float32)
-        return bool((client.infer("echo", {"IN": x})["OUT"] == x).all())
-
-    with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(call, range(400)))
 
 
 @pytest.mark.parametrize("place", ["model", "instance"])

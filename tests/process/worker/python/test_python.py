@@ -15,7 +15,6 @@ from shmserve.protocol.messages import Options, Ping, Pong, Tensor, Wanted
 from shmserve.protocol.worker_messages import Probe, Probed, Row
 from shmserve.repo.config.schema import as_triton_json
 from tests.support.cases import cases
-from tests.support.workers.in_process import completed, inline, loaded, run, value
 from tests.support.workers.models.worker_models import python_model
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, running, work
 
@@ -278,70 +277,6 @@ def test_odd_parameters_strided_arrays_and_lines_of_the_log(scripted: WorkerProc
     assert ask(scripted, "log").error is None
     assert "warning: first\\nsecond\n" in scripted.said()
     assert "error: third\n" in scripted.said()
-
-
-COMPLETING = """\
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    @staticmethod
-    def auto_complete_config(auto_complete_model_config):
-        assert auto_complete_model_config.as_dict()["name"] == "m"
-        auto_complete_model_config.set_max_batch_size(6)
-        auto_complete_model_config.set_dynamic_batching()
-        auto_complete_model_config.add_input({"name": "x", "data_type": "TYPE_FP32", "dims": [-1]})
-        auto_complete_model_config.add_output({"name": "y", "data_type": "TYPE_FP32", "dims": [1]})
-        return auto_complete_model_config
-
-    def execute(self, requests):
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy()[:, :1])]) for r in requests]
-"""
-
-
-def test_a_model_completes_its_configuration(tmp_path: Path) -> None:
-    python_model(tmp_path, COMPLETING)
-    with loaded(config("python", {}, {}), tmp_path) as model:
-        found = model.config
-        assert found.max_batch_size == 6
-        assert found.dynamic_batching is not None
-        assert [(entry.name, entry.data_type, entry.dims) for entry in found.input] == [("x", "TYPE_FP32", (-1,))]
-        assert [(entry.name, entry.data_type, entry.dims) for entry in found.output] == [("y", "TYPE_FP32", (1,))]
-        (row,) = run(model, work(1, tensor(4, 5)))
-        assert value(row).tolist() == [[4]]
-    found = completed(config("python", X, Y), tmp_path, {"disable-auto-complete-config": "true"})
-    assert found.max_batch_size == 0
-
-
-STRINGS = """\
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        responses = []
-        for request in requests:
-            word = request.inputs()[0].as_numpy()[0, 0].decode()
-            made = {
-                "number": np.array([[5]], object),
-                "text": np.array([["caf\u00e9"]], object),
-                "fixed": np.array([[b"abc"]]),
-                "bytes": np.array([[b"\\xff"]], object),
-            }[word]
-            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", made)]))
-        return responses
-"""
-
-
-def test_strings(tmp_path: Path) -> None:
-    python_model(tmp_path, STRINGS)
-    given = config("python", {"x": ("STRING", (1,))}, {"y": ("STRING", (1,))}, max_batch=8)
-    expected = {b"number": b"5", b"text": "caf\u00e9".encode(), b"fixed": b"abc", b"bytes": b"\xff"}
-    work_items = [work(number, inline("x", np.array([[word]], object))) for number, word in enumerate(expected)]
-    with loaded(given, tmp_path) as model:
-        assert [value(row).item() for row in run(model, *work_items)] == list(expected.values())
 
 
 def test_probes_during_is_ready_are_answered_when_it_returns(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from shmserve.repo.config.schema import ModelParameter
 from tests.support.cases import cases
 from tests.support.patience import PATIENCE_S
 from tests.support.workers.models.stream_models import (
-    IN_THREADS,
     SOURCES,
     asks,
     decoupled,
@@ -53,21 +52,6 @@ def worker(sending: WorkerProcess) -> Iterator[WorkerProcess]:
     reports."""
     yield sending
     quiet(sending)
-
-
-def test_threads_continue_while_further_batches_run(tmp_path: Path) -> None:
-    source = IN_THREADS.replace(
-        "for index in", 'gate(request) if "gate" in wishes(request) else None\n        for index in'
-    )
-    gate = gate_in(tmp_path)
-    with serving(tmp_path, source) as worker:
-        worker.execute(asks(1, 2, gate=gate))
-        done(worker)
-        worker.execute(asks(2, 1))
-        assert [(one.request, one.more) for one in rows_and_done(worker, 2)] == [(2, True), (2, False)]
-        open_gate(gate)
-        values(worker, 1, 2)
-        last(worker, 1)
 
 
 FAULTY = """\
@@ -218,26 +202,6 @@ def test_a_model_in_execute_sees_that_its_request_is_cancelled(faulty: WorkerPro
     assert faulty.expect(Pong).number == 1  # is_cancelled() reads the orders
     withdraw(faulty, 1)
     done(faulty)
-
-
-@senders("execute", "threads")
-def test_no_more_responses_than_the_window_allows(worker: WorkerProcess, sender: str) -> None:
-    worker.execute(asks(1, 6, window=2))
-    if sender in ("execute", "threads"):  # what has no room is queued, and the batch ends
-        rows_and_done(worker, 2)
-    else:
-        values(worker, 1, 2)
-    quiet(worker)
-    worker.send(More(1, 1))
-    values(worker, 1, 1, first=2)
-    quiet(worker)
-    worker.send(More(1, 2), More(1, 1))
-    values(worker, 1, 3, first=3)
-    last(worker, 1)  # without outputs it needs no window
-    if sender not in ("execute", "threads"):
-        done(worker)
-    worker.send(More(1, 5), More(99, 1))  # for a stream that has ended and for an unknown one: ignored
-    quiet(worker)
 
 
 def test_a_thread_can_send_for_many_requests_without_blocking(tmp_path: Path) -> None:
