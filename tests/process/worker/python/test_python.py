@@ -44,29 +44,48 @@ assert (__name__, __package__, relative.__name__, DEEP) == ("1.model", "1", "1.h
 assert c_python_backend_utils.Tensor is pb_utils.Tensor
 
 
+class Unreadable(Exception):
+    def __str__(self):
+        return 5
+
+
+def answer(array=np.zeros((1, 1), np.float32), **how):
+    return pb_utils.InferenceResponse([pb_utils.Tensor("y", array)], **how)
+
+
+def failed(*what):
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(*what))
+
+
+def throw(error):
+    raise error
+
+
+def caught(what):
+    try:
+        return what()
+    except pb_utils.TritonModelException as error:
+        return failed(str(error), pb_utils.TritonError.NOT_FOUND)
+
+
 class TritonPythonModel:
     def initialize(self, args):
         self.args = args
         self.model_config = json.loads(args["model_config"])
         output = pb_utils.get_output_config_by_name(self.model_config, "y")
-        self.dtype = pb_utils.triton_string_to_numpy(output["data_type"])
+        assert pb_utils.triton_string_to_numpy(output["data_type"]) is np.float32
         assert not pb_utils.using_decoupled_model_transaction_policy(self.model_config)
 
     def execute(self, requests):
-        wish = json.loads(requests[0].parameters()).get("batch")
-        if wish is not None:
-            return {"none": None, "short": [], "tuple": tuple(map(self.one, requests)), "number": 5}[wish]
-        return [self.one(request) for request in requests]
+        wish = json.loads(requests[0].parameters()).get("batch", "[self.one(request) for request in requests]")
+        return eval(wish, globals() | {"self": self, "requests": requests})
 
     def one(self, request):
-        wish = json.loads(request.parameters()).get("wish", "double")
-        return getattr(self, wish.partition(" ")[0])(request)
-
-    def answer(self, array, **how):
-        return pb_utils.InferenceResponse([pb_utils.Tensor("y", array)], **how)
+        wish = json.loads(request.parameters()).get("wish", "self.double(request)")
+        return eval(wish, globals() | {"self": self, "request": request})
 
     def double(self, request):
-        return self.answer(pb_utils.get_input_tensor_by_name(request, "x").as_numpy() * DOUBLE)
+        return answer(pb_utils.get_input_tensor_by_name(request, "x").as_numpy() * DOUBLE)
 
     def facts(self, request):
         x = request.inputs()[0]
@@ -83,80 +102,13 @@ class TritonPythonModel:
             "argv": json.dumps(sys.argv),
             "absent": pb_utils.get_input_tensor_by_name(request, "absent") is None,
         }
-        return self.answer(np.zeros((1, 1), self.dtype), parameters=facts)
-
-    def error(self, request):
-        return pb_utils.InferenceResponse(error=pb_utils.TritonError("said no", pb_utils.TritonError.NOT_FOUND))
-
-    def plain_error(self, request):
-        return pb_utils.InferenceResponse(error=pb_utils.TritonError("said no"))
-
-    def surrogate(self, request):
-        return pb_utils.InferenceResponse(error=pb_utils.TritonError("said \\udcff"))
-
-    def surrogate_parameter(self, request):
-        return self.answer(np.zeros((1, 1), np.float32), parameters={"a\\udcff": "\\udcff"})
-
-    def surrogate_raised(self, request):
-        raise ValueError("half: \\ud800")
-
-    def unreadable(self, request):
-        class Unreadable(Exception):
-            def __str__(self):
-                return 5
-
-        raise Unreadable
-
-    def where(self, request):
-        return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"see {__file__}:12"))
-
-    def none(self, request):
-        return None
-
-    def other(self, request):
-        return pb_utils.InferenceResponse([pb_utils.Tensor("z", np.zeros((1, 2), np.float32))])
-
-    def twice(self, request):
-        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((1, 2), np.float32)) for _ in "ab"])
-
-    def strided(self, request):
-        return self.answer(np.arange(12, dtype=np.float32).reshape(2, 6)[:1, ::3])
-
-    PARAMETERS = {
-        "list": {"list": [1]},
-        "null": {"good": 1, "null": None},
-        "key": {1: "a"},
-        "type": [],
-        "long": {"text": "x" * 20000},
-    }
-
-    def parameters(self, request):
-        kind = json.loads(request.parameters())["wish"].partition(" ")[2]
-        return self.answer(np.zeros((1, 1), np.float32), parameters=self.PARAMETERS[kind])
-
-    def caught(self, request):
-        try:
-            return self.answer(np.zeros((1, 1), np.float32), parameters=[])
-        except pb_utils.TritonModelException as error:
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.NOT_FOUND))
-
-    def write(self, request):
-        request.inputs()[0].as_numpy()[:] = 5
-
-    def sender(self, request):
-        request.get_response_sender()
-
-    def metrics(self, request):
-        pb_utils.MetricFamily("nv_mine", "description", pb_utils.MetricFamily.COUNTER)
-
-    def log(self, request):
-        pb_utils.Logger.log("first\\nsecond", pb_utils.Logger.WARNING)
-        pb_utils.Logger.log_error("third")
-        return self.double(request)
+        return answer(parameters=facts)
 
     def finalize(self):
         print("finalize was called")
 """
+"""The parameters `wish` of a request and `batch` of the first one are the expressions that make its response, and the
+result of `execute`."""
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +141,7 @@ def test_request_attributes_are_visible_to_the_model(scripted: WorkerProcess) ->
         sequence_start=True,
         sequence_end=True,
         queue_timeout_us=5,
-        parameters={"wish": "facts", "other": 1.5},
+        parameters={"wish": "self.facts(request)", "other": 1.5},
     )
     (row,) = scripted.run(work(1, tensor(1, 2), options=options, outputs=[Wanted("y")]))
     assert row.parameters is not None
@@ -221,35 +173,38 @@ def test_request_attributes_are_visible_to_the_model(scripted: WorkerProcess) ->
 
 
 @cases(
-    ("error", "NOT_FOUND", "said no"),
-    ("plain_error", "MODEL_FAILED", "said no"),
-    ("surrogate", "MODEL_FAILED", "said ?"),
-    ("where", "MODEL_FAILED", "see <model>/1/model.py:12"),
+    ("failed('said no', pb_utils.TritonError.NOT_FOUND)", "NOT_FOUND", "said no"),
+    ("failed('said no')", "MODEL_FAILED", "said no"),
+    (r"failed('said \udcff')", "MODEL_FAILED", "said ?"),
+    ("failed(f'see {__file__}:12')", "MODEL_FAILED", "see <model>/1/model.py:12"),
+    ("None", "MODEL_FAILED", "object in the execute function return list, found type '<class 'NoneT"),
     (
-        "none",
+        "pb_utils.InferenceResponse([pb_utils.Tensor('z', np.zeros((1, 2), np.float32))])",
         "MODEL_FAILED",
-        "an 'InferenceResponse' object in the execute function return list, found type '<class 'NoneT",
+        "unexpected output 'z': the outputs of model 'm' are y",
     ),
-    ("other", "MODEL_FAILED", "unexpected output 'z': the outputs of model 'm' are y"),
-    ("twice", "MODEL_FAILED", "output 'y' was given twice"),
-    ("parameters list", "INVALID_ARG", "values to have type bool/int/str, found type <class 'list'>"),
-    ("parameters null", "INVALID_ARG", "values to have type bool/int/str, found type <class 'NoneType'>"),
-    ("parameters key", "INVALID_ARG", "Expect parameters keys to have type str, found type <class 'int'>"),
-    ("parameters type", "INVALID_ARG", "Expect dict, got <class 'list'>"),
-    ("caught", "NOT_FOUND", "Expect dict, got <class 'list'>"),
-    ("parameters long", "INVALID_ARG", "have 20004 characters, more than 16384"),
-    ("sender", "MODEL_FAILED", "the model dropped the request without a response"),
+    ("pb_utils.InferenceResponse(answer().output_tensors() * 2)", "MODEL_FAILED", "output 'y' was given twice"),
+    ("answer(parameters={'list': [1]})", "INVALID_ARG", "values to have type bool/int/str, found type <class 'list'>"),
+    ("answer(parameters={'good': 1, 'null': None})", "INVALID_ARG", "bool/int/str, found type <class 'NoneType'>"),
+    ("answer(parameters={1: 'a'})", "INVALID_ARG", "parameters keys to have type str, found type <class 'int'>"),
+    ("answer(parameters=[])", "INVALID_ARG", "Expect dict, got <class 'list'>"),
+    ("caught(lambda: answer(parameters=[]))", "NOT_FOUND", "Expect dict, got <class 'list'>"),
+    ("answer(parameters={'text': 'x' * 20000})", "INVALID_ARG", "have 20004 characters, more than 16384"),
+    ("request.get_response_sender() and None", "MODEL_FAILED", "the model dropped the request without a response"),
 )
 def test_an_error_of_one_response_fails_one_request(wish: str, code: str, text: str, scripted: WorkerProcess) -> None:
     assert_failed(ask(scripted, wish), code, text)
 
 
 @cases(
-    ("write", "read-only"),
-    ("metrics", "TritonModelException: metric family 'nv_mine': names that begin with"),
-    ("surrogate_raised", "ValueError: half: ?"),
-    ("unreadable", "Unreadable: <Unreadable without a readable text>"),
-    ("no_such_wish", "AttributeError: 'TritonPythonModel' object has no attribute 'no_such_wish'"),
+    ("request.inputs()[0].as_numpy().fill(5)", "read-only"),
+    (
+        "pb_utils.MetricFamily('nv_mine', 'description', pb_utils.MetricFamily.COUNTER)",
+        "TritonModelException: metric family 'nv_mine': names that begin with",
+    ),
+    (r"throw(ValueError('half: \ud800'))", "ValueError: half: ?"),
+    ("throw(Unreadable())", "Unreadable: <Unreadable without a readable text>"),
+    ("self.no_such_wish()", "AttributeError: 'TritonPythonModel' object has no attribute 'no_such_wish'"),
 )
 def test_exceptions_in_execute_fail_the_batch(wish: str, text: str, scripted: WorkerProcess) -> None:
     error = assert_failed(ask(scripted, wish), "MODEL_FAILED", text)
@@ -257,24 +212,31 @@ def test_exceptions_in_execute_fail_the_batch(wish: str, text: str, scripted: Wo
 
 
 @cases(
-    ("none", "Expected an 'InferenceResponse' object in the execute function return list"),
-    ("number", "Expected a list in the execute return, found type '<class 'int'>'."),
-    ("short", "InferenceResponse objects returned (0) from execute must match the number of requests (2)"),
+    ("None", "Expected an 'InferenceResponse' object in the execute function return list"),
+    ("5", "Expected a list in the execute return, found type '<class 'int'>'."),
+    ("[]", "InferenceResponse objects returned (0) from execute must match the number of requests (2)"),
+    ("tuple(map(self.one, requests))", ""),
 )
-def test_invalid_results_of_execute_fail_the_batch(wish: str, text: str, scripted: WorkerProcess) -> None:
-    options = Options(parameters={"batch": wish})
-    for row in scripted.run(work(1, tensor(1), options=options), work(2, tensor(1))):
-        assert_failed(row, "MODEL_FAILED", text)
-    options = Options(parameters={"batch": "tuple"})
-    for row in scripted.run(work(1, tensor(1), options=options), work(2, tensor(1))):
-        assert row.error is None
+def test_execute_must_return_a_response_for_each_request(batch: str, text: str, scripted: WorkerProcess) -> None:
+    for row in scripted.run(work(1, tensor(1), options=Options(parameters={"batch": batch})), work(2, tensor(1))):
+        if text:
+            assert_failed(row, "MODEL_FAILED", text)
+        else:
+            assert row.error is None, "a tuple is as good as a list"
+
+
+LOGS = r"""(
+    pb_utils.Logger.log("first\nsecond", pb_utils.Logger.WARNING),
+    pb_utils.Logger.log_error("third"),
+    self.double(request),
+)[-1]"""
 
 
 def test_odd_parameters_strided_arrays_and_lines_of_the_log(scripted: WorkerProcess) -> None:
-    assert ask(scripted, "surrogate_parameter").parameters == {"a?": "?"}
-    row = ask(scripted, "strided")
+    assert ask(scripted, r"answer(parameters={'a\udcff': '\udcff'})").parameters == {"a?": "?"}
+    row = ask(scripted, "answer(np.arange(12, dtype=np.float32).reshape(2, 6)[:1, ::3])")
     assert scripted.array(row.outputs[0], np.float32).tolist() == [[0, 3]]
-    assert ask(scripted, "log").error is None
+    assert ask(scripted, LOGS).error is None
     assert "warning: first\\nsecond\n" in scripted.said()
     assert "error: third\n" in scripted.said()
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from shmserve.protocol.messages import Failure
 from shmserve.protocol.worker_messages import Row, Work
 from shmserve.repo.config.schema import ModelConfig, ModelSequenceBatching
+from tests.support.cases import cases
 from tests.support.workers.in_process import loaded, run
 from tests.support.workers.models.stream_models import asks, decoupled
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, running
@@ -24,83 +25,38 @@ NOT_ITERATIVE = Failure(
 )
 
 SENDERS = """\
+def attempt(what):
+    try:
+        what()
+    except pb_utils.TritonModelException as error:
+        print(error, flush=True)
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))
+
+
 class TritonPythonModel:
     def execute(self, requests):
         self.old = getattr(self, "kept", None)
         self.kept = requests[0]
-        responses = [getattr(self, wishes(request)["wish"])(request) for request in requests]
+        responses = [self.run(request) for request in requests]
         del requests
         return responses
 
-    def returned(self, request):
-        return response(1)
-
-    def sent(self, request):
-        sender = request.get_response_sender()
-        sender.send(response(2), FINAL)
-
-    def sent_before_final(self, request):
-        sender = request.get_response_sender()
-        sender.send(response(3))
-        sender.send(flags=FINAL)
-
-    def later(self, request):
-        threading.Thread(target=self.sent, args=(request,)).start()
-
-    def both(self, request):
-        request.get_response_sender().send(response(4), FINAL)
-        return response(44)
-
-    def two(self, request):
-        sender = request.get_response_sender()
-        sender.send(response(5))
-        try:
-            sender.send(response(6))
-        except pb_utils.TritonModelException as error:
-            print(error, flush=True)
-        sender.send(flags=FINAL)
-
-    def ended(self, request):
-        request.get_response_sender().send(flags=FINAL)
-
-    def sent_and_raised(self, request):
-        request.get_response_sender().send(response(8))
-        raise ValueError("told to")
-
-    def returned_and_sent(self, request):
-        self.sender = request.get_response_sender()
-        return response(9)
-
-    def too_late_to_send(self, request):
-        try:
-            self.sender.send(response(10))
-        except pb_utils.TritonModelException as error:
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))
-
-    def forgotten(self, request):
-        request.get_response_sender()
-
-    def too_late(self, request):
-        try:
-            self.old.get_response_sender()
-        except pb_utils.TritonModelException as error:
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))
-
-    def asked(self, request):
-        request.get_response_sender()
-        return response(7)
+    def run(self, request):
+        scope = globals() | {"self": self, "sender": request.get_response_sender}
+        exec(wishes(request)["do"], scope)
+        return scope.get("returned")
 """
-
-
+"""Each request has the statements that are run for it. They may set the response that is returned."""
+SENT = "sender().send(response(2), FINAL)"
 EXPECTED: dict[str, float | str] = {
-    "returned": 1,
-    "sent": 2,
-    "sent_before_final": 3,
-    "later": 2,
-    "both": 4,
-    "two": 5,
-    "forgotten": "the model dropped the request without a response",
-    "asked": 7,
+    "returned = response(1)": 1,
+    SENT: 2,
+    "sender().send(response(3)); sender().send(flags=FINAL)": 3,
+    f"threading.Thread(target=lambda: {SENT}).start()": 2,
+    "sender().send(response(4), FINAL); returned = response(44)": 4,
+    "sender().send(response(5)); attempt(lambda: sender().send(response(6))); sender().send(flags=FINAL)": 5,
+    "sender()": "the model dropped the request without a response",
+    "sender(); returned = response(7)": 7,
 }
 FINAL_FIRST = "Non-decoupled model cannot send complete final before sending a response."
 LEAD = "Failed to process the request(s) for model instance 'm_0_0', message: "
@@ -123,22 +79,25 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
 
 
 def test_each_request_gets_its_first_response(worker: WorkerProcess) -> None:
-    rows = worker.run(*[asks(number, 0, wish=wish) for number, wish in enumerate(EXPECTED, 1)])
+    rows = worker.run(*[asks(number, 0, do=statements) for number, statements in enumerate(EXPECTED, 1)])
     for row, expected in zip(rows, EXPECTED.values(), strict=True):
         if isinstance(expected, str):
             assert_failed(row, "MODEL_FAILED", expected)
         else:
             sent(row, expected)
-    (late,) = worker.run(asks(20, 0, wish="too_late"))
+    (late,) = worker.run(asks(20, 0, do="returned = attempt(self.old.get_response_sender)"))
     assert_failed(late, "MODEL_FAILED", "its response sender can send nothing more")
     assert worker.said().count("Non-decoupled model cannot send more than one response.") == 2
 
 
-@pytest.mark.parametrize(("wish", "text"), [("ended", FINAL_FIRST), ("sent_and_raised", "ValueError: told to")])
-def test_sent_responses_are_kept_if_execute_fails(worker: WorkerProcess, wish: str, text: str) -> None:
-    first, second, third = worker.run(asks(1, 0, wish="sent"), asks(2, 0, wish=wish), asks(3, 0, wish="sent"))
+@cases(
+    ("sender().send(flags=FINAL)", FINAL_FIRST),
+    ("sender().send(response(8)); raise ValueError('told to')", "ValueError: told to"),
+)
+def test_sent_responses_are_kept_if_execute_fails(do: str, text: str, worker: WorkerProcess) -> None:
+    first, second, third = worker.run(asks(1, 0, do=SENT), asks(2, 0, do=do), asks(3, 0, do=SENT))
     sent(first, 2)
-    if wish == "sent_and_raised":
+    if "raise" in do:
         sent(second, 8)
     else:
         assert second.error is not None
@@ -146,9 +105,9 @@ def test_sent_responses_are_kept_if_execute_fails(worker: WorkerProcess, wish: s
 
 
 def test_a_sender_is_closed_once_the_response_was_returned(worker: WorkerProcess) -> None:
-    (row,) = worker.run(asks(1, 0, wish="returned_and_sent"))
+    (row,) = worker.run(asks(1, 0, do="self.sender = sender(); returned = response(9)"))
     sent(row, 9)
-    (row,) = worker.run(asks(2, 0, wish="too_late_to_send"))
+    (row,) = worker.run(asks(2, 0, do="returned = attempt(lambda: self.sender.send(response(10)))"))
     assert assert_failed(row, "MODEL_FAILED").text == "Unable to send response. Response sender has been closed."
 
 

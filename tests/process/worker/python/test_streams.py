@@ -55,77 +55,31 @@ def worker(sending: WorkerProcess) -> Iterator[WorkerProcess]:
 
 
 FAULTY = """\
+AGAIN = pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
+
+
+def failed(text):
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(text, 3))
+
+
+def numbers(dtype):
+    return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((1, 1), dtype))])
+
+
 class TritonPythonModel:
     def execute(self, requests):
-        return getattr(self, wishes(requests[0])["wish"])(*requests)
+        def wrong(what):
+            sender = requests[0].get_response_sender()
+            sender.send(what)
+            sender.send(response(1))  # ignored: the stream has ended
+            sender.send(flags=FINAL)
 
-    def run_again(self, request):
-        request.get_response_sender().send(response(0))
-        request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
-
-    def send(self, request, what):
-        sender = request.get_response_sender()
-        sender.send(response(0))
-        sender.send(what)
-        sender.send(response(1))  # ignored: the stream has ended
-        sender.send(flags=FINAL)
-
-    def error(self, request):
-        self.send(request, pb_utils.InferenceResponse(error=pb_utils.TritonError("said no", 3)))
-
-    def surrogate(self, request):
-        self.send(request, pb_utils.InferenceResponse(error=pb_utils.TritonError("said \\udcff", 3)))
-
-    def data_type(self, request):
-        self.send(request, pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((1, 1), complex))]))
-
-    def no_response(self, request):
-        self.send(request, "y")
-
-    def misuse(self, request):
-        sender = request.get_response_sender()
-        texts = []
-
-        def attempt(what):
-            try:
-                what()
-            except pb_utils.TritonModelException as error:
-                texts.append(str(error))
-
-        attempt(lambda: sender.send())
-        attempt(lambda: sender.send(response(0), 5))
-        attempt(pb_utils.InferenceResponseSender)
-        sender.send(response(0), FINAL)
-        attempt(lambda: sender.send(response(1)))
-        print(texts, flush=True)
-
-    def fail(self, first, second, third):
-        self.kept = third.get_response_sender()
-        first.get_response_sender().send(response(7), FINAL)
-        second.get_response_sender().send(response(0))
-        if count_of(first):
-            return [response(1)]
-        raise ValueError("told to")
-
-    def drop(self, request):
-        pass
-
-    def drop_later(self, request):
-        threading.Thread(target=self.send_once, args=(request.get_response_sender(), request)).start()
-
-    def send_once(self, sender, request):
-        gate(request)
-        sender.send(response(0))
-
-    def wait_until_cancelled(self, request):
-        gate(request)
-        while not request.is_cancelled():
-            pass
-        sender = request.get_response_sender()
-        assert sender.is_cancelled()
-        sender.send(response(1))
-        sender.send(response(2), FINAL)
+        given = {"self": self, "requests": requests, "sender": requests[0].get_response_sender, "wrong": wrong}
+        scope = globals() | given
+        exec(wishes(requests[0])["do"], scope)
+        return scope.get("returned")
 """
+"""The first request has the statements that are run. They may set what `execute` returns."""
 
 
 @pytest.fixture(scope="module")
@@ -141,21 +95,37 @@ def faulty(faulty_worker: WorkerProcess) -> Iterator[WorkerProcess]:
 
 
 @cases(
-    ("run_again", "INVALID_ARG", "while the model is not configured to handle such a flag"),
-    ("error", "INVALID_ARG", "said no"),
-    ("surrogate", "INVALID_ARG", "said ?"),
-    ("data_type", "MODEL_FAILED", "wrong data type: expected FP32, found complex128"),
-    ("no_response", "MODEL_FAILED", "Expected an 'InferenceResponse' object in the execute function return list"),
+    ("requests[0].set_release_flags(AGAIN)", "INVALID_ARG", "while the model is not configured to handle such a flag"),
+    ("wrong(failed('said no'))", "INVALID_ARG", "said no"),
+    (r"wrong(failed('said \udcff'))", "INVALID_ARG", "said ?"),
+    ("wrong(numbers(complex))", "MODEL_FAILED", "wrong data type: expected FP32, found complex128"),
+    ("wrong('y')", "MODEL_FAILED", "Expected an 'InferenceResponse' object in the execute function return list"),
 )
-def test_an_invalid_response_ends_its_stream(wish: str, code: str, text: str, faulty: WorkerProcess) -> None:
-    faulty.execute(asks(1, 0, wish=wish))
+def test_an_invalid_response_ends_its_stream(do: str, code: str, text: str, faulty: WorkerProcess) -> None:
+    faulty.execute(asks(1, 0, do=f"sender().send(response(0)); {do}"))
     values(faulty, 1, 1)
     last(faulty, 1, code, text)
     done(faulty)
 
 
+MISUSE = """\
+def attempt(*given, call=sender().send):
+    try:
+        call(*given)
+    except pb_utils.TritonModelException as error:
+        print(error, flush=True)
+
+attempt()
+attempt(response(0), 5)
+attempt(call=pb_utils.InferenceResponseSender)
+sender().send(response(0), FINAL)
+attempt(response(1))
+del attempt
+"""
+
+
 def test_misuse_of_a_sender_raises_in_the_model(faulty: WorkerProcess) -> None:
-    faulty.execute(asks(1, 0, wish="misuse"))
+    faulty.execute(asks(1, 0, do=MISUSE))
     found = row(faulty)
     assert (found.more, found.outputs[0].data) == (False, np.float32(0).tobytes())
     done(faulty)
@@ -168,12 +138,14 @@ def test_misuse_of_a_sender_raises_in_the_model(faulty: WorkerProcess) -> None:
         assert text in faulty.said()
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "ValueError: told to"), (1, "is using the decoupled mode and the execute function must return None.")],
+@cases(
+    ("raise ValueError('told to')", "ValueError: told to"),
+    ("returned = [response(1)]", "is using the decoupled mode and the execute function must return None."),
 )
-def test_a_failed_batch_fails_the_streams_that_are_open(faulty: WorkerProcess, count: int, text: str) -> None:
-    faulty.execute(asks(1, count, wish="fail"), asks(2, 0), asks(3, 0))
+def test_a_failed_batch_fails_the_streams_that_are_open(end: str, text: str, faulty: WorkerProcess) -> None:
+    do = "self.kept, second = requests[2].get_response_sender(), requests[1].get_response_sender()\n"
+    do += f"sender().send(response(7), FINAL); second.send(response(0)); {end}"
+    faulty.execute(asks(1, 0, do=do), asks(2, 0), asks(3, 0))
     assert (row(faulty).request, row(faulty).request) == (1, 2)
     rows = faulty.expect(Done).rows
     assert [one.request for one in rows] == [2, 3]
@@ -184,19 +156,30 @@ def test_a_failed_batch_fails_the_streams_that_are_open(faulty: WorkerProcess, c
 def test_a_sender_dropped_without_a_last_response_fails_its_request(faulty: WorkerProcess, tmp_path: Path) -> None:
     gate = gate_in(tmp_path)
     text = "the model dropped the request without a last response"
-    faulty.execute(asks(1, 0, wish="drop"))
+    faulty.execute(asks(1, 0, do="pass"))
     last(faulty, 1, "MODEL_FAILED", text)
     done(faulty)
-    faulty.execute(asks(2, 0, wish="drop_later", gate=gate))
+    later = "threading.Thread(target=lambda sent, request: (gate(request), sent.send(response(0))),"
+    faulty.execute(asks(2, 0, do=f"{later} args=(sender(), requests[0])).start()", gate=gate))
     done(faulty)
     open_gate(gate)
     values(faulty, 2, 1)
     last(faulty, 2, "MODEL_FAILED", text)
 
 
+WAITING = """\
+gate(requests[0])
+while not requests[0].is_cancelled():
+    pass
+assert sender().is_cancelled()
+sender().send(response(1))
+sender().send(response(2), FINAL)
+"""
+
+
 def test_a_model_in_execute_sees_that_its_request_is_cancelled(faulty: WorkerProcess, tmp_path: Path) -> None:
     gate = gate_in(tmp_path)
-    faulty.execute(asks(1, 1, wish="wait_until_cancelled", gate=gate))
+    faulty.execute(asks(1, 1, do=WAITING, gate=gate))
     faulty.send(Ping(1))
     open_gate(gate)
     assert faulty.expect(Pong).number == 1  # is_cancelled() reads the orders
