@@ -12,28 +12,11 @@ import shmserve
 from shmserve import TopK
 from shmserve.testing import Server
 from tests.support.docs import pages
+from tests.support.ensemble_models import config_text, ensemble
 from tests.support.living import until
 from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
-
-IDENTITY = """
-name: "many" backend: "identity" max_batch_size: 8
-input [ { name: "x" data_type: TYPE_FP32 dims: [ -1 ] } ] output [ { name: "y" data_type: TYPE_FP32 dims: [ -1 ] } ]
-dynamic_batching { }
-"""
-
-
-FLAT = """
-platform: "ensemble"
-input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
-output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }
-ensemble_scheduling { step {
-  model_name: "many" model_version: -1
-  input_map { key: "x" value: "x" } output_map { key: "y" value: "y" }
-} }
-"""
-"""A configuration without a batch dimension, for a model that has one."""
 
 
 def section(title: str) -> list[str]:
@@ -42,17 +25,15 @@ def section(title: str) -> list[str]:
 
 
 def test_labels_of_ensembles(tmp_path: Path) -> None:
-    """The labels of the outermost ensemble that has any, else those of the step. The cache distinguishes them."""
-    labels = 'label_filename: "labels.txt" }'
-    for name, step, own in (("inner", "many", True), ("none", "inner", False), ("outer", "none", True)):
-        text = FLAT.replace('"many"', f'"{step}"')
-        head, _, rest = text.partition("output {")
-        folder = write_model(tmp_path, name, f"{head}output {{{rest.replace('}', labels, 1) if own else rest}")
-        if own:
-            (folder / "labels.txt").write_text(f"{name} 0\n{name} 1\n")
-    config = IDENTITY.replace("[ -1 ] } ]\nd", f"[ -1 ] {labels} ]\nd")
-    folder = write_model(tmp_path, "many", f"{config} response_cache {{ enable: true }}")
-    (folder / "labels.txt").write_text("many 0\nmany 1\n")
+    """The labels of the outermost ensemble that has any, else those of the step. The cache distinguishes them. The
+    ensembles have no batch dimension, and the model has one."""
+    labelled = 'y:FP32:[-1]:label_filename:"labels.txt"'
+    cached = "max_batch_size: 8 dynamic_batching { } response_cache { enable: true }"
+    write_model(tmp_path, "many", config_text("identity", "x", labelled, cached))
+    for name, step, output in (("inner", "many", labelled), ("none", "inner", "y"), ("outer", "none", labelled)):
+        ensemble(tmp_path, name, "x", output, f"{step}(x:x)->(y:y)")
+    for name in ("many", "inner", "outer"):
+        (tmp_path / name / "labels.txt").write_text(f"{name} 0\n{name} 1\n")
     x = np.array([3, 4], np.float32)
     with Server(tmp_path, "--cache-config", "local,size=1000000") as server, server.client() as client:
         for name, expected in (("many", "many"), ("inner", "inner"), ("none", "inner"), ("outer", "outer")):

@@ -1,11 +1,10 @@
-"""More models than fit into memory: all of them answer, and their processes never exceed the budget."""
+"""More models than fit into memory: all of them answer, and their processes never exceed the budget. Scenarios have
+which model sleeps."""
 
 from __future__ import annotations
 
-import json
 import re
 import threading
-import urllib.request
 from pathlib import Path
 from random import Random
 
@@ -15,8 +14,8 @@ import pytest
 import shmserve
 from shmserve.testing import Server
 from tests.support.launch import identity
-from tests.support.living import IDENTITY, ONE, until
-from tests.support.model_files import parameters, write_model
+from tests.support.living import ONE, PYTHON, until
+from tests.support.model_files import parameters, python_model, write_model
 
 pytestmark = pytest.mark.process
 
@@ -25,27 +24,6 @@ BUDGET = 100 << 20
 """Memory for about six models."""
 REQUESTS = 80
 CLIENTS = 4
-LARGE = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        self.weights = np.ones({size}, np.uint8)
-
-    def execute(self, requests):
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
-                for r in requests]
-"""
-
-
-def write_models(root: Path) -> None:
-    for number in range(MODELS):
-        identity(root, f"m{number}", memory_mb="16")
-    python = IDENTITY.replace("identity", "python")
-    write_model(root, "large", python, LARGE.format(size=60 << 20))
-    write_model(root, "too_large", python + parameters(memory_mb="4000"), LARGE.format(size=1))
 
 
 def memory_of(pid: int) -> int:
@@ -87,7 +65,11 @@ def ask(server: Server, seed: int, answered: list[bool]) -> None:
 
 
 def test_models_over_the_memory_budget_take_turns(tmp_path: Path) -> None:
-    write_models(tmp_path)
+    for number in range(MODELS):
+        identity(tmp_path, f"m{number}", memory_mb="16")
+    source = python_model("return self.respond(x)", "self.weights = np.ones(60 << 20, np.uint8)")
+    write_model(tmp_path, "large", PYTHON, source)
+    write_model(tmp_path, "too_large", PYTHON + parameters(memory_mb="4000"), source)
     limits = ("--model-memory-budget", str(BUDGET), "--strict-readiness=false")
     with Server(tmp_path, *limits) as server, server.client() as client:
         all_answer(server, client)
@@ -128,36 +110,6 @@ def large_model_is_charged_in_full(client: shmserve.Client) -> None:
         return charge(client, "large") >= 60 << 20
 
     until(client, is_charged)
-
-
-def test_the_model_that_one_caller_uses_stays_awake_while_another_one_wakes_many(tmp_path: Path) -> None:
-    """Callers of a gateway are told apart by the header of a proxy."""
-    for number in range(6):
-        identity(tmp_path, f"m{number}", memory_mb="16")
-    limits = ("--model-memory-budget", str(BUDGET // 2), "--trusted-proxies=127.0.0.1/32")
-    with Server(tmp_path, *limits, gateway=True) as server, server.client() as client:
-        for turn in range(20):
-            ask_as(server, "192.0.2.1", "m0")
-            if turn == 0:
-                wakes = wakes_of(client, "m0")
-            ask_as(server, "192.0.2.2", f"m{1 + turn % 5}")
-            ask_as(server, "192.0.2.2", f"m{1 + turn % 5}")
-        assert wakes_of(client, "m0") == wakes
-        assert sum(wakes_of(client, f"m{number}") for number in range(1, 6)) >= 8
-
-
-def ask_as(server: Server, address: str, name: str) -> None:
-    body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [1.0]}]}
-    url = f"http://{server.endpoints['http']}/v2/models/{name}/infer"
-    asked = urllib.request.Request(url, json.dumps(body).encode(), {"X-Forwarded-For": address})
-    with urllib.request.urlopen(asked) as answer:
-        assert answer.status == 200
-
-
-def wakes_of(client: shmserve.Client, name: str) -> int:
-    sample = rf'\nshmserve_model_wakes_total\{{model="{name}",version="1",result="done"\}} (\d+)'
-    found = re.search(sample, client.metrics())
-    return int(found[1]) if found is not None else 0
 
 
 def charge(client: shmserve.Client, name: str) -> int:

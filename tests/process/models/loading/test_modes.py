@@ -1,4 +1,4 @@
-"""Which models are served in the modes poll and explicit."""
+"""Which models are served in the mode explicit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import pytest
 import shmserve
 from shmserve.testing import Server
 from tests.support import living
-from tests.support.living import answer, generation, group, identity, index, pids, ready, states, until
+from tests.support.living import answer, identity, index, states
 
 pytestmark = pytest.mark.process
 
-REFUSED = "explicit model load / unload is not allowed"
-POLLING = f"{REFUSED} if polling is enabled; start the server with --model-control-mode explicit"
 BROKEN = living.IDENTITY.replace("max_batch", "max_bach")
 
 
@@ -79,38 +77,3 @@ def test_load_model_selects_the_models_loaded_at_start(tmp_path: Path) -> None:
         assert "max_batch_size" in failed["broken"]
         assert "no model repository has it" in failed["missing"]
         assert not client.ready()
-
-
-def test_models_are_added_changed_and_removed_by_polling(tmp_path: Path) -> None:
-    root = tmp_path
-    options = ("--model-control-mode", "poll", "--repository-poll-secs", "0.1")
-    with Server(root, *options) as server, server.client() as client:
-        with pytest.raises(shmserve.Unavailable, match=POLLING):
-            client.load("m")
-        files = generation(root, "files", 1)
-        identity(root, "config")
-        counted = identity(root, "counted", group(1))
-        identity(root, "goes")
-        for name in ("files", "config", "counted", "goes"):
-            # A poll may read a half-written model, so wait even if the model has failed to load.
-            until(client, lambda name=name: ready(client, name))  # type: ignore[misc]
-        assert answer(client, "files") == 1
-        untouched = pids(client, "counted")
-        living.renew(files, 2)
-        living.write(root / "config" / "config.pbtxt", living.IDENTITY.replace("8", "16"))
-        living.write(counted / "config.pbtxt", living.IDENTITY + group(2))
-        shutil.rmtree(root / "goes")
-        until(client, lambda: answer(client, "files") == 2)
-        until(client, lambda: client.config("config")["max_batch_size"] == 16)
-        until(client, lambda: len(pids(client, "counted")) == 2)
-        until(client, lambda: not index(client, "goes"), "it is not listed")
-        assert untouched.items() <= pids(client, "counted").items(), "no other process is restarted"
-        (root / "counted" / "2").mkdir()
-        until(client, lambda: ready(client, "counted") == ["2"])
-        shutil.rmtree(root / "counted" / "2")
-        until(client, lambda: ready(client, "counted") == ["1"])
-        with pytest.raises(shmserve.NotFound):
-            answer(client, "goes")
-        for name in ("files", "config", "counted"):
-            shutil.rmtree(root / name)
-        until(client, lambda: not index(client))

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -28,86 +29,56 @@ LARGE = np.ones((2, 30_000), np.float32)
 """Its answer is in shared memory: memfd on the lane, by name over ZeroMQ."""
 HELD = 24
 IN_FLIGHT = 3
-BALLAST = living.GENERATION.replace(
-    "def initialize(self, args):", "def initialize(self, args):\n        self.{0} = {1}"
-)
-
-
-class Asking(threading.Thread):
-    """A client that always has requests in flight, and holds its last results."""
-
-    def __init__(self, load: Load, url: str) -> None:
-        super().__init__(name=f"asking {url[:4]}")
-        self._load, self._url = load, url
-        self._answered = threading.Event()
-        self.seen: list[float] = []
-        self.wrong: list[str] = []
-
-    def run(self) -> None:
-        load = self._load
-        held: deque[tuple[float, np.ndarray]] = deque(maxlen=HELD)
-        flying: deque[tuple[float, shmserve.Future]] = deque()
-        with shmserve.Client(self._url) as client:
-            try:
-                while not load.stop.is_set() or flying:
-                    while len(flying) < IN_FLIGHT and not load.stop.is_set():
-                        flying.append((load.least, client.submit(load.model, {"x": LARGE})))
-                    least, future = flying.popleft()
-                    self._check(least, future.result(PATIENCE_S)["y"], held)
-            except Exception as error:
-                self.wrong.append(f"{type(error).__name__}: {error}")
-                self._answered.set()
-        self.wrong += [f"what was held changed from {n}" for n, y in held if not np.array_equal(y, LARGE * n)]
-
-    def _check(self, least: float, y: np.ndarray, held: deque[tuple[float, np.ndarray]]) -> None:
-        number, most = y[0, 0].item(), self._load.most
-        if y.shape != LARGE.shape or not (y == number).all():
-            self.wrong.append(f"generations are mixed: {np.unique(y)}")
-        if not least <= number <= most:
-            self.wrong.append(f"{number} answered, where {least} to {most} were served")
-        if not self.seen or self.seen[-1] != number:
-            self.seen.append(number)
-        held.append((number, y))
-        self._answered.set()
-
-    def await_answer(self) -> None:
-        self._answered.clear()
-        assert self._answered.wait(PATIENCE_S), self.wrong
-        assert not self.wrong, self.wrong
 
 
 class Load:
-    """Clients over both links for the duration of a block. Answers between `least` and `most` are right.
-
-    `least` applies to requests sent from then on.
-    """
+    """Clients over both links that always have requests in flight, for the duration of a block. An answer is right from
+    `least`, as it was when the request was sent, to `most`."""
 
     def __init__(self, server: Server, model: str, number: float) -> None:
         self.model = model
         self.least = self.most = number
-        self.stop = threading.Event()
-        self._clients = [Asking(self, url) for url in 2 * (server.url, server.zmq_url)]
+        self.seen: list[list[float]] = []
+        self._urls = 2 * (server.url, server.zmq_url)
+        self._stop = threading.Event()
+        self._answered = [threading.Event() for _ in self._urls]
 
     def __enter__(self) -> Load:
-        for asking in self._clients:
-            asking.start()
+        pool = ThreadPoolExecutor(len(self._urls))
+        self._asking = [pool.submit(self._ask, *each) for each in zip(self._urls, self._answered, strict=True)]
         self.await_answers()
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        self.stop.set()
-        for asking in self._clients:
-            asking.join(PATIENCE_S)
-        wrong = [text for asking in self._clients for text in asking.wrong]
-        assert kind is not None or not wrong, wrong[:5]
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self.seen = [asking.result(PATIENCE_S) for asking in self._asking]
 
     def await_answers(self) -> None:
         """Waits until each client has received another answer."""
-        for asking in self._clients:
-            asking.await_answer()
+        for answered in self._answered:
+            answered.clear()
+            assert answered.wait(PATIENCE_S)
 
-    def seen(self) -> list[list[float]]:
-        return [asking.seen for asking in self._clients]
+    def _ask(self, url: str, answered: threading.Event) -> list[float]:
+        """Returns the generations that answered, in their order."""
+        seen: list[float] = []
+        held: deque[tuple[float, np.ndarray]] = deque(maxlen=HELD)
+        flying: deque[tuple[float, shmserve.Future]] = deque()
+        with shmserve.Client(url) as client:
+            while not self._stop.is_set() or flying:
+                while len(flying) < IN_FLIGHT and not self._stop.is_set():
+                    flying.append((self.least, client.submit(self.model, {"x": LARGE})))
+                least, future = flying.popleft()
+                y = future.result(PATIENCE_S)["y"]
+                number = y[0, 0].item()
+                assert np.array_equal(y, LARGE * number), "generations are mixed"
+                assert least <= number <= self.most
+                if seen[-1:] != [number]:
+                    seen.append(number)
+                held.append((number, y))
+                answered.set()
+        assert all(np.array_equal(y, LARGE * number) for number, y in held), "what was held has changed"
+        return seen
 
 
 def processes(server: Server) -> set[int]:
@@ -136,7 +107,7 @@ def test_no_request_fails_during_reloads_under_load(server: Server, root: Path, 
             load.await_answers()
         until(client, lambda: processes(server) == set(pids(client, "m").values()), "the old ones have gone")
         assert len(pids(client, "m")) == 2
-    assert load.seen() == [[1, 2, 3, 4, 5]] * 4
+    assert load.seen == [[1, 2, 3, 4, 5]] * 4
 
 
 def resident(pids: set[int]) -> int:
@@ -169,7 +140,9 @@ def segments(server: Server) -> tuple[int, int]:
 def test_unload_frees_memory(server: Server, root: Path, client: shmserve.Client, link: str) -> None:
     ballast, large = 64 << 20, np.ones((8, 1 << 20), np.float32)
     folder = generation(root, f"large_{link}", 1)
-    living.write(folder / "1" / "model.py", BALLAST.format("ballast", f"b'x' * {ballast}"))
+    begin = "def initialize(self, args):\n"
+    source = living.GENERATION.replace(begin, f"{begin}        self.ballast = b'x' * {ballast}\n")
+    living.write(folder / "1" / "model.py", source)
     with connect(server, f"sync {link}") as other:
         other.live()
         first = {server.pid}

@@ -2,7 +2,7 @@
 
 The backend of these tests resembles those for language models. It has modules beside it, completes the configuration,
 reads its settings from the model's model.json, runs an engine on an event loop and in a separate process, and answers
-from other threads. The engine answers with the words of the text.
+from another thread. The engine answers with the words of the text.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from shmserve.errors import ModelFailed, ServeError
 from shmserve.testing import Server
 from tests.support.cases import cases
 from tests.support.living import until, write
+from tests.support.model_files import write_model
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
@@ -27,7 +28,6 @@ BACKEND = '''
 import asyncio
 import json
 import os
-import queue
 import threading
 
 import numpy as np
@@ -41,44 +41,38 @@ class Stopped(Exception):
     """Raised by a module beside this one."""
 
 
+def settings():
+    with open(os.path.join(pb_utils.get_model_dir(), "model.json")) as file:
+        return json.load(file)
+
+
 class TritonPythonModel:
     @classmethod
     def auto_complete_config(cls, auto_complete_model_config):
-        config = auto_complete_model_config.as_dict()
-        for name, kind, optional in (("text", "STRING", False), ("stream", "BOOL", True)):
-            if name not in [entry["name"] for entry in config["input"]]:
-                entry = {"name": name, "data_type": f"TYPE_{kind}", "dims": [1]}
-                auto_complete_model_config.add_input(entry | ({"optional": True} if optional else {}))
-        with open(os.path.join(pb_utils.get_model_dir(), "model.json")) as file:
-            for name in json.load(file)["outputs"]:
-                auto_complete_model_config.add_output({"name": name, "data_type": "TYPE_STRING", "dims": [-1]})
+        text = {"name": "text", "data_type": "TYPE_STRING", "dims": [1]}
+        auto_complete_model_config.add_input(text)
+        auto_complete_model_config.add_input(text | {"name": "stream", "data_type": "TYPE_BOOL", "optional": True})
+        for name in settings()["outputs"]:
+            auto_complete_model_config.add_output(text | {"name": name, "dims": [-1]})
         auto_complete_model_config.set_model_transaction_policy({"decoupled": True})
         auto_complete_model_config.set_max_batch_size(0)
         return auto_complete_model_config
 
     def initialize(self, args):
         self.args = args
-        self.logger = pb_utils.Logger
         self.config = json.loads(args["model_config"])
         assert pb_utils.using_decoupled_model_transaction_policy(self.config)
         entry = pb_utils.get_output_config_by_name(self.config, "words")
         self.dtype = pb_utils.triton_string_to_numpy(entry["data_type"])
-        with open(os.path.join(pb_utils.get_model_dir(), "model.json")) as file:
-            settings = json.load(file)
         self.counters = Counters({"model": args["model_name"], "version": args["model_version"]})
-        self.engine = Engine(settings["prefix"])
+        self.engine = Engine(settings()["prefix"])
         self.loop = asyncio.new_event_loop()
         self.loop_thread = threading.Thread(target=self.loop.run_forever)
         self.loop_thread.start()
-        self.responses = queue.Queue()
-        self.response_thread = threading.Thread(target=self.respond)
-        self.response_thread.start()
-        self.logger.log_info("kind " + args["model_instance_kind"] + " " + args["model_instance_device_id"])
 
     def execute(self, requests):
         for request in requests:
             asyncio.run_coroutine_threadsafe(self.answer(request), self.loop)
-        return None
 
     async def answer(self, request):
         sender = request.get_response_sender()
@@ -90,42 +84,31 @@ class TritonPythonModel:
             async for word in self.engine.words(text, limit, sender.is_cancelled):
                 words.append(word)
                 if stream and stream.as_numpy()[0]:
-                    self.responses.put((sender, self.response([word]), 0))
-            last = pb_utils.InferenceResponse() if stream else self.response(words)
+                    sender.send(self.response([word]), 0)
             self.counters.words.increment(len(words))
-            self.responses.put((sender, last, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL))
+            last = pb_utils.InferenceResponse() if stream else self.response(words)
         except Exception as error:
-            self.logger.log_error(f"failed: {error}")
             tensor = pb_utils.Tensor("words", np.asarray(["N/A"], dtype=self.dtype))
-            response = pb_utils.InferenceResponse(
-                output_tensors=[tensor], error=pb_utils.TritonError(f"{type(error).__qualname__}: {error}")
-            )
-            sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            failed = pb_utils.TritonError(f"{type(error).__qualname__}: {error}")
+            last = pb_utils.InferenceResponse(output_tensors=[tensor], error=failed)
+        sender.send(last, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def response(self, words):
         tensors = [pb_utils.Tensor("words", np.asarray([word.encode() for word in words], dtype=self.dtype))]
         if pb_utils.get_output_config_by_name(self.config, "facts") is not None:
-            facts = {**self.args, "model_config": "", "engine": self.engine.pid}
-            tensors.append(pb_utils.Tensor("facts", np.asarray([json.dumps(facts)], dtype=np.object_)))
+            facts = json.dumps({**self.args, "model_config": ""})
+            tensors.append(pb_utils.Tensor("facts", np.asarray([facts], dtype=np.object_)))
         return pb_utils.InferenceResponse(output_tensors=tensors)
-
-    def respond(self):
-        while (item := self.responses.get()) is not None:
-            sender, response, flags = item
-            sender.send(response, flags)
 
     def finalize(self):
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.loop_thread.join()
-        self.responses.put(None)
-        self.response_thread.join()
         self.engine.stop()
-        self.logger.log_info("the engine has stopped")
+        pb_utils.Logger.log_info("the engine has stopped")
 '''
 ENGINE = '''
 import asyncio
 import multiprocessing
-import os
 
 METHOD = "fork"
 
@@ -133,7 +116,7 @@ METHOD = "fork"
 def run(prefix, texts):
     """The engine, in its own process."""
     while (text := texts.recv()) is not None:
-        texts.send([os.getpid(), [prefix + word for word in text.split()]])
+        texts.send([prefix + word for word in text.split()])
 
 
 class Engine:
@@ -143,16 +126,13 @@ class Engine:
         self._process = context.Process(target=run, args=(prefix, other))
         self._process.start()
         other.close()
-        self.pid = self._process.pid
 
     async def words(self, text, limit, is_cancelled):
         if text == "stop":
             from model import Stopped
             raise Stopped("as requested")
         self._pipe.send(text)
-        pid, words = self._pipe.recv()
-        assert pid == self.pid
-        for word in words[:limit]:
+        for word in self._pipe.recv()[:limit]:
             yield word
         if text == "wait":
             while not is_cancelled():
@@ -176,7 +156,6 @@ class Counters:
         self.words = family.Metric(labels=labels)
 """
 CONFIG = 'backend: "words"\ninstance_group [ { count: 1 kind: KIND_MODEL } ]\n'
-EXPLICIT = ("--model-control-mode", "explicit")
 
 
 class Place:
@@ -185,40 +164,31 @@ class Place:
     def __init__(self, folder: Path, server: Server, client: shmserve.Client) -> None:
         self.folder, self.server, self.client = folder, server, client
 
-    def model(self, name: str, config: str = CONFIG, prefix: str = "", outputs: tuple[str, ...] = ("words",)) -> Path:
-        (self.folder / "models" / name / "1").mkdir(parents=True)
-        write(self.folder / "models" / name / "config.pbtxt", config)
-        text = json.dumps({"prefix": prefix, "outputs": outputs})
-        write(self.folder / "models" / name / "1" / "model.json", text)
-        return self.folder / "models" / name
-
-    def backend(self, name: str, engine: str = ENGINE, source: str = BACKEND) -> Path:
-        return backend(self.folder / "backends", name, engine, source)
+    def load(self, name: str, config: str = CONFIG, prefix: str = "", outputs: tuple[str, ...] = ("words",)) -> None:
+        folder = write_model(self.folder / "models", name, config)
+        write(folder / "1" / "model.json", json.dumps({"prefix": prefix, "outputs": outputs}))
+        self.client.load(name)
 
     def words(self, name: str, text: str, **parameters: int) -> list[str]:
-        (found,) = self.client.stream(
-            name, {"text": np.array([text], object)}, parameters=parameters, timeout=PATIENCE_S
-        )
+        given = {"text": np.array([text], object)}
+        (found,) = self.client.stream(name, given, parameters=parameters, timeout=PATIENCE_S)
         return [word.decode() for word in found["words"].tolist()]
 
 
-def backend(root: Path, name: str, engine: str = ENGINE, source: str = BACKEND) -> Path:
-    folder = root / name
+def backend(folder: Path, engine: str = ENGINE, source: str = BACKEND) -> None:
     (folder / "utils").mkdir(parents=True)
-    write(folder / "model.py", source)
-    write(folder / "utils" / "engine.py", engine)
-    write(folder / "utils" / "metrics.py", METRICS)
-    return folder
+    for path, text in (("model.py", source), ("utils/engine.py", engine), ("utils/metrics.py", METRICS)):
+        write(folder / path, text)
 
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Server]]:
     folder = tmp_path_factory.mktemp("python_based")
     (folder / "models").mkdir()
-    backend(folder / "backends", "words")
-    backend(folder / "backends", "spawning", ENGINE.replace('"fork"', '"spawn"'))
-    options = ("--backend-directory", str(folder / "backends"))
-    with Server(folder / "models", *EXPLICIT, *options) as server:
+    backend(folder / "backends" / "words")
+    backend(folder / "backends" / "spawning", ENGINE.replace('"fork"', '"spawn"'))
+    options = ("--model-control-mode", "explicit", "--backend-directory", str(folder / "backends"))
+    with Server(folder / "models", *options) as server:
         yield folder, server
 
 
@@ -229,10 +199,8 @@ def place(serving: tuple[Path, Server]) -> Iterator[Place]:
 
 
 def test_models_of_one_backend(place: Place) -> None:
-    place.model("plain", outputs=("words", "facts"))
-    place.model("prefixed", CONFIG + 'runtime: "model.py"\n', prefix="a-")
-    place.client.load("plain")
-    place.client.load("prefixed")
+    place.load("plain", outputs=("words", "facts"))
+    place.load("prefixed", CONFIG + 'runtime: "model.py"\n', prefix="a-")
     assert place.words("plain", "one two three", max_words=2) == ["one", "two"]
     assert place.words("prefixed", "one two") == ["a-one", "a-two"]
 
@@ -261,8 +229,7 @@ def test_models_of_one_backend(place: Place) -> None:
 
 
 def test_a_cancelled_request_reaches_the_engine(place: Place) -> None:
-    place.model("cancelled")
-    place.client.load("cancelled")
+    place.load("cancelled")
     for _ in place.client.stream("cancelled", {"text": np.array(["wait"], object), "stream": np.array([True])}):
         break  # leaving the loop cancels the request
     until(place.client, lambda: "[cancelled_0_0] the request was cancelled" in place.server.log)
@@ -272,8 +239,7 @@ def test_a_cancelled_request_reaches_the_engine(place: Place) -> None:
 
 def test_an_engine_in_a_spawned_process(place: Place) -> None:
     """A spawned process imports the module of its function, which is beside the model.py."""
-    place.model("spawned", CONFIG.replace("words", "spawning"), prefix="s-")
-    place.client.load("spawned")
+    place.load("spawned", CONFIG.replace("words", "spawning"), prefix="s-")
     assert place.words("spawned", "one") == ["s-one"]
     place.client.unload("spawned")
 
@@ -286,9 +252,8 @@ def test_an_engine_in_a_spawned_process(place: Place) -> None:
 )
 def test_a_missing_package_is_reported(what: str, reason: str, place: Place) -> None:
     name = what.split()[1].split(".", maxsplit=1)[0]
-    place.backend(name, source=BACKEND.replace("class Stopped", f"{what}\n\n\nclass Stopped"))
-    place.model(f"with_{name}", CONFIG.replace("words", name))
+    backend(place.folder / "backends" / name, source=BACKEND.replace("class Stopped", f"{what}\n\n\nclass Stopped"))
     with pytest.raises(ServeError) as found:
-        place.client.load(f"with_{name}")
+        place.load(f"with_{name}", CONFIG.replace("words", name))
     assert f"backend '{name}' cannot be loaded: " in str(found.value)
     assert reason in str(found.value)
