@@ -50,6 +50,11 @@ SEND = "#chat button[type=submit]"
 LAST_ANSWER = "#talk li:last-child[data-role=assistant] .said:last-child"
 
 
+def open_chat(tab: Tab, model: str = "talk") -> None:
+    tab.go(f"#/model/{model}/try")
+    tab.wait_for("form#chat")
+
+
 def say(tab: Tab, text: str) -> None:
     """Sends a message after the end of the last answer: until then, the button stops the answer."""
     tab.wait_for(SEND, "Send")
@@ -67,8 +72,7 @@ def answer(tab: Tab, expected: str) -> str:
 
 
 def test_a_conversation(tab: Tab, files: LanguageModels) -> None:
-    tab.go("#/model/talk/try")
-    tab.wait_for("form#chat")
+    open_chat(tab)
     tab.write("#system", "Be brief.")
     say(tab, "a GATE b")
     tab.expect_text(LAST_ANSWER, "a")
@@ -91,8 +95,7 @@ def test_a_conversation(tab: Tab, files: LanguageModels) -> None:
 
 
 def test_an_answer_is_stopped(tab: Tab, site: Site, files: LanguageModels) -> None:
-    tab.go("#/model/talk/try")
-    tab.wait_for("form#chat")
+    open_chat(tab)
     say(tab, "FOREVER again")
     tab.wait_for(LAST_ANSWER, "again again again")
     tab.click(SEND)
@@ -109,8 +112,7 @@ def test_an_answer_is_stopped(tab: Tab, site: Site, files: LanguageModels) -> No
 
 
 def test_tools_are_called_and_their_results_returned(tab: Tab) -> None:
-    tab.go("#/model/talk/try")
-    tab.wait_for("form#chat")
+    open_chat(tab)
     tab.write("#tools", "[")
     say(tab, "CALL")
     tab.wait_for("#talk [data-role=error]", "Tools: ")
@@ -126,8 +128,7 @@ def test_tools_are_called_and_their_results_returned(tab: Tab) -> None:
 
 
 def test_thinking_is_not_part_of_the_conversation(tab: Tab) -> None:
-    tab.go("#/model/thinks/try")
-    tab.wait_for("form#chat")
+    open_chat(tab, "thinks")
     say(tab, "<think> hm </think> yes")
     assert answer(tab, "yes").strip() == "yes"
     tab.wait_for("#talk li:last-child .hint", "hm")
@@ -138,8 +139,7 @@ def test_thinking_is_not_part_of_the_conversation(tab: Tab) -> None:
 def test_images_are_sent(tab: Tab, tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
     picture.write_bytes(b"\x89PNG" + bytes(1000))
-    tab.go("#/model/talk/try")
-    tab.wait_for("form#chat")
+    open_chat(tab)
     tab.choose_file("#images", picture)
     say(tab, "IMAGES")
     answer(tab, f"[{zlib.crc32(picture.read_bytes())}]")
@@ -171,10 +171,7 @@ def test_the_similarity_of_texts(tab: Tab) -> None:
     tab.wait_for("#texts [role=alert]", "'dimensions' is 9")
 
 
-@cases(
-    ("talk", "#message", 'it\'s "a" 大', 's "a" 大'),
-    ("embed", "#first", "abc", "[3.0,1.0,0.1"),
-)
+@cases(("talk", "#message", 'it\'s "a" 大', 's "a" 大'), ("embed", "#first", "abc", "[3.0,1.0,0.1"))
 def test_the_code_returns_the_same(model: str, area: str, text: str, expected: str, tab: Tab) -> None:
     tab.go(f"#/model/{model}/try")
     tab.wait_for(area)
@@ -189,8 +186,7 @@ def test_the_code_returns_the_same(model: str, area: str, text: str, expected: s
 
 
 def test_tensors_are_offered_too(tab: Tab) -> None:
-    tab.go("#/model/talk/try")
-    tab.wait_for("form#chat")
+    open_chat(tab)
     tab.click(".ways .chip:last-of-type")
     tab.wait_for("form#try")
     tab.expect("document.querySelector('form#chat')", None)

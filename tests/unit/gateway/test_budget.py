@@ -26,7 +26,6 @@ BEHIND_A_PROXY = ShareBounds(proxies=TrustedProxies(networks_of("192.0.2.0/24"))
 
 
 def fill(account: BudgetAccount, step: int = 1) -> int:
-    """Takes memory until it is refused."""
     while True:
         try:
             account.take(step)
@@ -171,7 +170,6 @@ def test_bodies_count_for_the_callers_of_a_proxy() -> None:
     listener.shares = CallerShares(BEHIND_A_PROXY)
 
     def sends(caller: str) -> list[int]:
-        """Sends a large part of a body, through a connection of its own."""
         connection, transport, _, _ = connected(listener=listener)
         receive(connection, lines(f"Content-Length: {2 * MIB}", f"X-Forwarded-For: {caller}") + bytes(MIB * 7 // 8))
         return [status for status, _ in answered(transport.sent)]
@@ -188,7 +186,6 @@ def test_messages_count_for_the_callers_of_a_proxy_that_share_a_connection() -> 
     proxy = Caller(host, address="192.0.2.1")
 
     def sends(caller: str, size: int) -> int:
-        """Sends all of a message but its last byte."""
         number = proxy.begin(("x-forwarded-for", caller))
         with suppress(StreamClosedError):
             proxy.send(number, message(bytes(size))[:-1], end=False)

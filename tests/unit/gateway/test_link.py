@@ -215,6 +215,8 @@ def test_outputs_are_left_out_of_requests_that_name_all_of_the_model(connected: 
     sent, answer = gateway.infer(named("y", "z"), ["y", "z"])
     assert sent is None
     assert [tensor.name for tensor in answer.outputs] == ["y", "z"]
+    in_sequence = gateway.infer(named("y", "z"), ["y", "z"], sequence_id=7, sequence_start=True)
+    assert in_sequence[0] == ["y", "z"], "they are always named"
 
 
 @pytest.mark.parametrize("replied", [["z"], ["z", "y"], []])
@@ -231,13 +233,6 @@ def test_a_request_is_repeated_with_output_names_if_the_outputs_changed(connecte
     assert isinstance(ticket.answer, InvalidRequest)
     assert gateway.infer(named("y"), ["y"])[0] == ["y"]
     assert not gateway.held
-
-
-def test_outputs_of_sequences_are_always_named(connected: Any) -> None:
-    gateway = Gateway(*connected)
-    gateway.infer(named("y"), ["y"])
-    gateway.reply(Answer(gateway.sent(Ask).request, json.dumps({"output": named("y")}).encode()))
-    assert gateway.infer(named("y"), ["y"], sequence_id=7, sequence_start=True)[0] == ["y"]
 
 
 def test_a_configuration_is_known_until_the_server_announces_a_change(connected: Any) -> None:

@@ -116,8 +116,6 @@ Scenario = Callable[[Endpoint], Coroutine[Any, Any, None]]
 
 
 def on_endpoint(**options: Any) -> Callable[[Scenario], Callable[[trustme.CA], None]]:
-    """Runs a scenario on an endpoint with these options."""
-
     def test_of(scenario: Scenario) -> Callable[[trustme.CA], None]:
         async def main(authority: trustme.CA) -> None:
             endpoint = Endpoint(authority, **options)
@@ -205,7 +203,6 @@ async def test_a_client_without_tls_is_disconnected(endpoint: Endpoint) -> None:
 
 
 async def received(endpoint: Endpoint, caller: socket.socket) -> bytes:
-    """All bytes until the end of the connection."""
     found = b""
     try:
         while data := await endpoint.loop.sock_recv(caller, 4096):

@@ -184,11 +184,7 @@ def test_expect_100_continue() -> None:
     assert transport.sent.endswith(b"abc")
 
 
-@cases(
-    (b"POST", b"x"),
-    (lines("Content-Length: 50"), b"x"),
-    (lines("Transfer-Encoding: chunked"), b""),
-)
+@cases((b"POST", b"x"), (lines("Content-Length: 50"), b"x"), (lines("Transfer-Encoding: chunked"), b""))
 def test_a_request_that_arrives_too_slowly_times_out(begin: bytes, drip: bytes) -> None:
     listener = http_listener()
     connection, transport, _, _ = connected(listener=listener)

@@ -285,13 +285,11 @@ IDLE = frame(PRIORITY, 0, 1, bytes(5))
 
 
 def new_fields(count: int, at: int) -> bytes:
-    """A request whose header block adds `count` fields to the table."""
     more = [(f"x-{at}-{n}", str(n)) for n in range(count - len(HEADERS))]
     return frame(HEAD, 5, 2 * at + 1, block(*more))
 
 
 def turns(caller: Caller) -> Iterator[None]:
-    """The turns that the rest of the input takes."""
     while caller.core.more:
         caller.host.loop.iterate()
         caller.core.feed(b"")
@@ -369,14 +367,6 @@ def test_a_flood_is_not_processed_after_the_end_of_its_connection() -> None:
     listener.loop.run()
     assert transport.closed
     assert not lost.reads, "a lost transport is not resumed"
-
-
-def test_many_settings_end_the_connection() -> None:
-    caller = Caller(Host(Unfinished), opening=HELLO + OPEN)
-    entries = b"".join(b"\0\4" + number(n % 2 * 1000) for n in range(64))
-    assert caller.errors(frame(SETTINGS, 0, 0, entries)) == []
-    assert [stream.widen(0) for stream in caller.core.streams.open.values()] == [1000]
-    assert caller.errors(*[frame(SETTINGS, 0, 0, entries)] * (limits.IDLE_FRAMES // limits.SETTINGS_WEIGHT)) == [CALM]
 
 
 def test_many_new_fields_end_the_connection() -> None:

@@ -93,13 +93,11 @@ BAD = {
     "too few": (one_input(data=[1]), "has 2 elements, and 1 are given"),
     "of another type": (one_input(data=[1, "a"]), "is of FP32, and some of its data is a string"),
     "true is no number": (one_input(data=[1, True]), "true or false"),
-    "null": (one_input(data=[1, None]), "null"),
     "too large": (one_input(datatype="INT8", data=[1, 128]), "does not fit in INT8"),
     "much too large": (one_input(data=[1, 10**400]), "does not fit in FP32"),
     "negative": (one_input(datatype="UINT32", data=[1, -1]), "does not fit in UINT32"),
     "a fraction": (one_input(datatype="INT32", data=[1, 1.5]), "with a fraction"),
     "FP16": (one_input(datatype="FP16", data=[1, 2]), "cannot be given as JSON"),
-    "BF16": (one_input(datatype="BF16", data=[1, 2]), "cannot be given as JSON"),
     "unknown type": (one_input(datatype="FP8", data=[1, 2]), "unknown data-type 'FP8'"),
     "no data": (one_input(), "neither 'data' nor"),
     "data twice": (one_input(data=[1, 2], parameters={"binary_data_size": 8}), "both"),
@@ -183,7 +181,6 @@ SHAPES = arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
 @settings(max_examples=examples(60))
 @given(st.sampled_from(NUMBERS).flatmap(lambda name: st.tuples(st.just(name), arrays.arrays(to_numpy(name), SHAPES))))
 def test_numbers_roundtrip(case: tuple[str, np.ndarray[Any, Any]]) -> None:
-    """Values are equal after JSON, in nested or flat lists."""
     name, array = case
     raw = bytes(json_tensors.to_json("y", name, array.shape, array.tobytes()))
     flat = json.loads(raw)

@@ -215,7 +215,6 @@ def test_fields_of_messages_that_templates_know() -> None:
 
 
 def test_variables_of_the_chat_template() -> None:
-    """Those of the configuration, of fields, and of the request."""
     own = {"chat_template_kwargs": parameter('{"a": 1, "b": 1, "reasoning_effort": "high"}')}
     model = models.language_model("m", config("text_input", parameters=own))
     given = {"reasoning_effort": "low", "chat_template_kwargs": {"b": 2}}

@@ -1,4 +1,5 @@
-"""The routes of the HTTP endpoint: each is in the table of actions, documented and handled."""
+"""The OpenAPI documents: each route is in the table of actions, documented and handled, and what a model takes and
+returns is valid against its document."""
 
 from __future__ import annotations
 
@@ -8,17 +9,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 from msgspec.structs import fields
 
 from shmserve.errors import ServeError
 from shmserve.gateway.auth.actions import PAGE
 from shmserve.gateway.http import openapi
+from shmserve.gateway.http.model_openapi import document
 from shmserve.gateway.http.routes import PATHS, resolve
-from shmserve.gateway.kserve.plans import plan_of
 from shmserve.gateway.upstream.documents import QueryArguments, Route, query_of
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.actions import Action
 from shmserve.protocol.roles import QUERIES, names
+from tests.support.cases import cases
 
 DOCUMENT = json.loads(openapi.text())
 OTHER_HANDLERS = {
@@ -94,12 +97,6 @@ def test_references_are_resolved_and_all_schemas_are_used() -> None:
     assert {reference.rpartition("/")[2] for reference in found} == {*DOCUMENT["components"]["schemas"], "Error"}
 
 
-@pytest.mark.parametrize("datatype", DOCUMENT["components"]["schemas"]["Datatype"]["enum"])
-def test_documented_datatypes_are_accepted(datatype: str) -> None:
-    tensor = {"name": "x", "datatype": datatype, "shape": [0], "parameters": {"binary_data_size": 0}}
-    assert plan_of(json.dumps({"inputs": [tensor]}).encode()).inputs[0].dtype == datatype
-
-
 @pytest.mark.parametrize("body", openapi.BODIES)
 def test_the_schema_of_a_body_has_the_fields_that_are_read(body: type[Any]) -> None:
     schema = DOCUMENT["components"]["schemas"][body.__name__]
@@ -107,3 +104,63 @@ def test_the_schema_of_a_body_has_the_fields_that_are_read(body: type[Any]) -> N
     assert set(schema["properties"]) - of_forms == {field.encode_name for field in fields(body)}
     assert schema["additionalProperties"] is False
     assert "null" not in json.dumps(schema), "null means the same as a missing field"
+
+
+SCHEMAS = {
+    "inputs": {"item": {"$ref": "#/components/schemas/Item"}, "image": {"type": "string", "contentEncoding": "base64"}},
+    "outputs": {"boxes": {"type": "object"}},
+    "components": {"Item": {"type": "object", "required": ["name"]}},
+}
+CONFIG: dict[str, Any] = {
+    "input": [
+        {"name": "item", "data_type": "TYPE_STRING", "dims": [1]},
+        {"name": "image", "data_type": "TYPE_STRING", "dims": [1], "optional": True},
+        {"name": "x", "data_type": "TYPE_FP32", "dims": ["-1"], "optional": True},
+    ],
+    "output": [
+        {"name": "boxes", "data_type": "TYPE_STRING", "dims": [-1]},
+        {"name": "count", "data_type": "TYPE_INT64", "dims": [-1]},
+    ],
+    "parameters": {"json_schemas": {"string_value": json.dumps(SCHEMAS)}},
+}
+FILE = {"type": "string", "format": "binary", "contentMediaType": "application/octet-stream"}
+ROUTE = Route(Action.MODEL_OPENAPI, "m")
+
+
+def valid(schema: Any, value: Any) -> bool:
+    components = document(ROUTE, CONFIG)["components"]
+    found: bool = Draft202012Validator({**schema, "components": components}).is_valid(value)
+    return found
+
+
+def test_bodies_and_answers() -> None:
+    operation = document(ROUTE, CONFIG)["paths"]["/v2/models/m/generate"]["post"]
+    takes = operation["requestBody"]["content"]
+    body = takes["application/json"]["schema"]
+    assert valid(body, {"item": {"name": "a"}, "image": "AAEC", "x": [0.5]})
+    assert not valid(body, {"item": {}})
+    assert not valid(body, {"image": "AAEC"})
+    assert not valid(body, {"item": {"name": "a"}, "x": 1})
+    form = takes["multipart/form-data"]["schema"]["properties"]
+    assert form["image"] == FILE
+    gives = operation["responses"]["200"]["content"]["application/json"]["schema"]
+    assert valid(gives, {"model_name": "m", "model_version": "1", "boxes": [{}], "count": [1, 2]})
+    assert valid(gives, {"boxes": [], "count": 1}), "one number is returned without a list"
+    assert not valid(gives, {"boxes": {}, "count": [1]})
+
+
+@cases(
+    (CONFIG, "", ["/v2/models/m/generate", "/v2/models/m/generate_stream"]),
+    (CONFIG, "2", ["/v2/models/m/versions/2/generate", "/v2/models/m/versions/2/generate_stream"]),
+    ({**CONFIG, "model_transaction_policy": {"decoupled": True}}, "", ["/v2/models/m/generate_stream"]),
+)
+def test_the_endpoints_of_a_model(config: dict[str, Any], version: str, paths: list[str]) -> None:
+    assert list(document(Route(Action.MODEL_OPENAPI, "m", version), config)["paths"]) == paths
+
+
+@pytest.mark.parametrize(("dtype", "fields"), [("FP32", []), ("STRING", [{"x": FILE}])])
+def test_only_models_that_take_bytes_have_a_form(dtype: str, fields: list[Any]) -> None:
+    config = {"input": [{"name": "x", "data_type": f"TYPE_{dtype}", "dims": [1]}]}
+    takes = document(ROUTE, config)["paths"]["/v2/models/m/generate"]["post"]["requestBody"]["content"]
+    forms = [content["schema"] for kind, content in takes.items() if kind == "multipart/form-data"]
+    assert [form["properties"] for form in forms] == fields
