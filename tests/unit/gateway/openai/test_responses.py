@@ -494,7 +494,7 @@ def test_disconnecting_cancels_the_prompts_in_flight_and_the_rest_of_a_part() ->
     assert not client.ended
 
 
-TEXTS = [
+THOUGHTS = [
     ("<think>a<b</think>\n\nc", "a<b", "\n\nc"),
     ("\n<think></think>c</think>", "", "c</think>"),
     ("<thin", "", "<thin"),
@@ -502,12 +502,12 @@ TEXTS = [
     ("<think>a</thin", "a</thin", ""),
     ("", "", ""),
 ]
-OPEN = [("a\n</think>b", "a\n", "b"), ("a</", "a</", "")]
+BEGUN = [("a\n</think>b", "a\n", "b"), ("a</", "a</", "")]
 """The template has begun the thinking."""
 
 
 @pytest.mark.parametrize(
-    ("start", "text", "thought", "answer"), [*[("<think>", *one) for one in TEXTS], *[("", *one) for one in OPEN]]
+    ("start", "text", "thought", "answer"), [*[("<think>", *one) for one in THOUGHTS], *[("", *one) for one in BEGUN]]
 )
 @settings(max_examples=examples(30))
 @given(data=st.data())

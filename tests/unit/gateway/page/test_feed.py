@@ -389,7 +389,7 @@ def test_all_streams_end_when_access_may_have_changed() -> None:
 Document = dict[str, Any]
 
 
-def model(name: str, version: str = "1", **more: Any) -> Document:
+def entry(name: str, version: str = "1", **more: Any) -> Document:
     return {"name": name, "version": version, "state": "READY", "reason": "", **more}
 
 
@@ -410,7 +410,7 @@ def since(rows: VersionRows, number: int) -> tuple[list[Document], list[list[str
 def test_a_row_omits_empty_values() -> None:
     rows = VersionRows(Timeline())
     counters = {"success": 3, "failed": 0, "reasons": {}, "request_times": {17: 3}}
-    update(rows, model("m", default=True, queued=0, counters=counters, instances=[instance(restarts=0)]))
+    update(rows, entry("m", default=True, queued=0, counters=counters, instances=[instance(restarts=0)]))
     assert since(rows, 0) == (
         [
             {
@@ -430,10 +430,10 @@ def test_a_row_omits_empty_values() -> None:
 
 def test_an_idle_process_changes_nothing() -> None:
     rows = VersionRows(Timeline())
-    update(rows, model("m", instances=[instance()]))
-    update(rows, model("m", instances=[instance(cpu_seconds=2.5, memory_bytes=11 * MEMORY_STEP - 1)]))
+    update(rows, entry("m", instances=[instance()]))
+    update(rows, entry("m", instances=[instance(cpu_seconds=2.5, memory_bytes=11 * MEMORY_STEP - 1)]))
     assert since(rows, 1) == ([], [])
-    update(rows, model("m", queued=1, instances=[instance(cpu_seconds=3.5)]))
+    update(rows, entry("m", queued=1, instances=[instance(cpu_seconds=3.5)]))
     (row,), _ = since(rows, 2)
     assert row["instances"][0]["cpu_seconds"] == 3.5, "a row that is sent has the current time"
 
@@ -442,23 +442,23 @@ def test_figures_of_language_models_are_of_the_last_interval() -> None:
     """A model that has become idle is sent once more."""
     rows = VersionRows(Timeline())
     for tokens in (0, 50, 50, 50):
-        update(rows, model("m", language={"generated_tokens": tokens, "slots": 4}))
+        update(rows, entry("m", language={"generated_tokens": tokens, "slots": 4}))
     sent = [{row["name"]: row["figures"] for row in since(rows, number)[0]} for number in (0, 2, 3)]
     idle = {"slots": 4, "generated_tokens": 50, "prompt_tokens_per_s": 0, "generated_tokens_per_s": 0}
     assert sent == [{"m": idle}, {"m": idle}, {}]
-    update(rows, model("m", language={"generated_tokens": 90, "slots": 4}), seconds=2.0)
+    update(rows, entry("m", language={"generated_tokens": 90, "slots": 4}), seconds=2.0)
     assert since(rows, 4)[0][0]["figures"]["generated_tokens_per_s"] == 20
 
 
 def test_other_work_runs_between_slices() -> None:
-    models = [model(f"m{number}") for number in range(4 * SLICE)]
+    models = [entry(f"m{number}") for number in range(4 * SLICE)]
     assert sum(1 for _ in VersionRows(Timeline()).update(models, 1.0)) == 4
 
 
 def test_the_number_of_remembered_removals_is_bounded() -> None:
     rows = VersionRows(Timeline())
-    update(rows, *[model(f"m{number}") for number in range(KEPT_GONE + 1)])
-    update(rows, model("m0"))
+    update(rows, *[entry(f"m{number}") for number in range(KEPT_GONE + 1)])
+    update(rows, entry("m0"))
     assert (rows.complete_since, len(since(rows, 1)[1])) == (1, KEPT_GONE)
     update(rows)
     assert rows.complete_since == 2, "a viewer with event 1 may have a version that is not listed as removed"
@@ -482,7 +482,7 @@ def test_viewers_catch_up_after_missed_events(
     for state, reached in events:
         names = {key[0] for key in {*state, *known} if state.get(key) != known.get(key)} if partial else None
         chosen = [(key, queued) for key, queued in sorted(state.items()) if names is None or key[0] in names]
-        update(rows, *[model(*key, queued=queued) for key, queued in chosen], names=names)
+        update(rows, *[entry(*key, queued=queued) for key, queued in chosen], names=names)
         known = state
         for viewer in reached:
             changed, gone = since(rows, 0 if numbers[viewer] < rows.complete_since else numbers[viewer])
