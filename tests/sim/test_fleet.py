@@ -36,14 +36,12 @@ def model(instances: int, service: Any, batch: int = 1) -> SimModel:
     return simple_model(policy, instances, service)
 
 
+EIGHT = model(8, Constant(12 * MS))
+
+
 def plan(**given: Any) -> FleetPlan:
-    usual: dict[str, Any] = {
-        "model": model(4, Constant(10 * MS)),
-        "servers": 10,
-        "rate": 2800.0,
-        "requests": 2000,
-        "fast": True,
-    }
+    four = model(4, Constant(10 * MS))
+    usual: dict[str, Any] = {"model": four, "servers": 10, "rate": 2800.0, "requests": 2000, "fast": True}
     return FleetPlan(**usual | given)
 
 
@@ -52,20 +50,11 @@ def accounted(result: FleetResult) -> int:
 
 
 @cases(
-    ({"model": model(8, Constant(12 * MS)), "rate": 53_000.0, "policy": "random"}, 0.02),
+    ({"model": EIGHT, "rate": 53_000.0, "policy": "random"}, 0.02),
     ({"model": model(4, Affine(10 * MS, 2 * MS), 8), "rate": 110_000.0, "policy": "two-choices"}, 0.02),
     ({"model": model(8, Lognormal(12 * MS, 0.5)), "rate": 45_000.0, "policy": "least"}, 0.06),
-    (
-        {
-            "model": model(8, Constant(12 * MS)),
-            "rate": 45_000.0,
-            "policy": "bounded-hash",
-            "keys": 20_000,
-            "cached": 500,
-        },
-        0.06,
-    ),
-    ({"model": model(8, Constant(12 * MS)), "rate": 90_000.0, "policy": "random", "timeout_ns": 60 * MS}, 0.03),
+    ({"model": EIGHT, "rate": 45_000.0, "policy": "bounded-hash", "keys": 20_000, "cached": 500}, 0.06),
+    ({"model": EIGHT, "rate": 90_000.0, "policy": "random", "timeout_ns": 60 * MS}, 0.03),
     ids=["single", "batches", "lognormal", "cache", "overload"],
 )
 def test_queues_have_the_latencies_of_the_core(given: dict[str, Any], p99_within: float) -> None:
@@ -98,19 +87,6 @@ def test_a_plan_has_the_latencies_of_a_real_run(point: int) -> None:
     high = "p99" if "p99" in percentiles else "p95"
     assert found.quantile(0.5) == pytest.approx(percentiles["p50"], rel=0.15)
     assert found.quantile(float(high[1:]) / 100) == pytest.approx(percentiles[high], rel=0.25)
-
-
-def test_queues_have_the_latencies_of_queueing_theory() -> None:
-    """Random choice divides a Poisson process into Poisson processes: each server is M/D/1."""
-    took, use = 10 * MS, 0.8
-    result = simulate_fleet(
-        plan(model=model(1, Constant(took)), servers=100, rate=100 * use * SECOND / took, requests=60_000,
-             policy="random")
-    )  # fmt: skip
-    waiting = use * took / (2 * (1 - use))
-    messages = 2 * NETWORK_NS + 200_000
-    assert result.latency.mean == pytest.approx(took + waiting + messages, rel=0.04)
-    assert result.utilization == pytest.approx(use, rel=0.03)
 
 
 @ENGINES

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from shmserve.core.limits import Limits
 from shmserve.shm import lease_log
-from shmserve.sim import Closed, Constant, Faults, Load, Plan, Poisson, Replay, Result, SimModel, simulate
+from shmserve.sim import Closed, Constant, Faults, Load, Plan, Poisson, Result, SimModel, simulate
 from shmserve.sim.processes import sim_lease
 from shmserve.sim.processes.clients import LoadSource
 from shmserve.sim.results import ModelResult
@@ -42,20 +42,6 @@ def test_a_lease_saves_a_single_client_two_messages_and_two_turns() -> None:
     assert lent.models["m"].answered == plain.models["m"].answered == 2000
     assert lent.models["m"].batches == plain.models["m"].batches == {1: 2000}
     assert lent.turns < 100 < 4000 <= plain.turns
-
-
-@pytest.mark.parametrize("phase", range(12))
-def test_another_client_waits_for_at_most_one_leased_request(phase: int) -> None:
-    """At whatever point of a leased request the other client's request arrives."""
-    service = 2 * MS
-    model = served(policy(max_batch=1), 1, Constant(service))
-    at = 300 * MS + phase * 200 * US
-    loads = Load("m", Closed(1)), Load("m", Replay(((at, 1),)))
-    simulation, (caller, other) = of_each_load(Plan((model,), loads, seconds=0.4, check_every=1))
-    assert caller.answered > 150
-    assert simulation.result().turns < caller.answered, "there was no lease"
-    messages = 6 * LINK + 3 * (TURN + 3 * MESSAGE)  # its own four, and Revoke and LeaseOver
-    assert service < other.latency.largest <= 2 * service + messages
 
 
 @pytest.mark.parametrize(("instances", "batch"), [(1, 1), (2, 1), (2, 8), (3, 4)])
