@@ -7,11 +7,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from shmserve.core.effects import Traced
+from shmserve.core.effects import Send, Traced
 from shmserve.core.limits import Limits
 from shmserve.core.owners.trace import Sample
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
@@ -39,13 +37,10 @@ from shmserve.protocol.messages import (
     ReplyBatch,
     Tensor,
     TensorForm,
-    tensors_of,
 )
-from shmserve.protocol.worker_messages import Done, Execute, WorkerOrder, rows_of
+from shmserve.protocol.worker_messages import Done, Execute, WorkerOrder
 from tests.support.cases import cases
 from tests.support.core.fakes.client import FakeClient
-from tests.support.core.fakes.tensors import one_by_one
-from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.policies import plain
 from tests.support.core.world import Recorded, World
 
@@ -59,46 +54,23 @@ def columns(count: int, first: int = 1, rows: int = 1, forms: tuple[TensorForm, 
     return Columns(forms, numbers, (rows,) * count, ((bytes(4 * rows),) * len(forms),) * count)
 
 
-class Told(FakeClient):
-    """A client that records messages as they arrive."""
-
-    def __init__(self, client: FakeClient) -> None:
-        super().__init__(client.peer, client.name, client.plane, client.outputs)
-        self.messages: list[Any] = []
-
-    def receive(self, message: Any) -> None:
-        self.messages.append(message)
-        super().receive(message)
+def serving(max_batch: int = 8, **limits: Any) -> tuple[Recorded, FakeClient]:
+    world = Recorded(Limits(**limits))
+    world.deploy(ModelPolicy("m", 1, max_batch, (X,), Y, BatchPolicy()), large="y" if limits else "")
+    return world, world.connect("c")
 
 
-def serving(max_batch: int = 8, instances: int = 1) -> tuple[Recorded, Told]:
-    world = Recorded()
-    world.deploy(ModelPolicy("m", 1, max_batch, (X,), Y, BatchPolicy()), instances)
-    client = world.connect("c")
-    told = world.clients[client.peer] = Told(client)
-    return world, told
+def sent(world: Recorded, client: FakeClient, *kinds: type) -> list[Any]:
+    """The messages of these kinds to the client, in order."""
+    messages = [effect.message for effect in world.of(Send) if effect.peer == client.peer]
+    return [message for message in messages if isinstance(message, kinds)]
 
 
-def send(world: World, client: FakeClient, *batches: Columns, timeout_us: int = 0) -> None:
+def send(world: World, client: FakeClient, *batches: Columns, model: str = "m") -> None:
     for batch in batches:
         for number in batch.requests:
             client.sends(number)
-    world.turn([(client.peer, InferBatch("m", 0, batch, timeout_us)) for batch in batches])
-
-
-@given(st.data())
-def test_columns_are_read_as_the_tensors_of_each_request(data: st.DataObject) -> None:
-    forms = tuple(data.draw(st.lists(st.builds(TensorForm, st.text(max_size=3), st.just("UINT8"), st.just((2,))))))
-    blobs = st.tuples(*[st.binary(max_size=4) for _ in forms])
-    each = data.draw(st.lists(st.tuples(st.integers(1, 99), st.integers(0, 9), blobs), min_size=1, max_size=5))
-    numbers, rows, found = (tuple(part) for part in zip(*each, strict=True))
-    made = Columns(forms, numbers, rows, found)
-    assert made.regular
-    assert one_by_one(made) == [(row.request, row.outputs) for row in rows_of(made)]
-    for index, (number, outputs) in enumerate(one_by_one(made)):
-        assert numbers[index] == number
-        assert made.tensors(index) == tensors_of(forms, rows[index], found[index]) == outputs
-        assert [tensor.shape for tensor in outputs] == [(rows[index], 2)] * len(forms)
+    world.turn([(client.peer, InferBatch(model, 0, batch)) for batch in batches])
 
 
 IRREGULAR = {
@@ -118,8 +90,7 @@ def test_an_irregular_batch_is_refused_as_a_whole(name: str) -> None:
     assert not IRREGULAR[name].regular
     world, client = serving()
     world.turn([(client.peer, InferBatch("m", 0, IRREGULAR[name])), (client.peer, Ping(7))])
-    error, pong = client.messages
-    assert isinstance(error, Fail)
+    error, pong = sent(world, client, Fail, Pong)
     assert (error.request, error.code) == (0, "PROTOCOL")
     assert f"from 1 to {BATCH_REQUESTS}" in error.text
     assert pong == Pong(7)
@@ -129,19 +100,10 @@ def test_an_irregular_batch_is_refused_as_a_whole(name: str) -> None:
     assert isinstance(client.answers[1], Reply)
 
 
-def test_a_request_with_a_wrong_number_of_bytes_is_refused_alone() -> None:
-    world, client = serving()
-    send(world, client, replace(columns(3), data=((bytes(4),), (bytes(3),), (bytes(4),))))
-    world.finish_all()
-    assert [isinstance(client.answers[number], Reply) for number in (1, 2, 3)] == [True, False, True]
-    assert client.answers[2].code == "INVALID_ARG"
-
-
 def test_a_batch_has_a_limit_of_requests() -> None:
     world, client = serving()
     world.turn([(client.peer, InferBatch("m", 0, columns(BATCH_REQUESTS + 1)))])
-    (error,) = client.messages
-    assert isinstance(error, Fail)
+    (error,) = sent(world, client, Fail)
     assert error.request == 0
     assert f"an InferBatch has {BATCH_REQUESTS + 1} requests" in error.text
     assert not world.core.state.requests
@@ -179,7 +141,6 @@ def test_a_batch_over_the_limits_of_a_message_is_refused_and_the_others_are_not(
 def test_requests_of_one_form_go_to_the_worker_and_come_back_in_columns() -> None:
     world, client = serving()
     other = world.connect("other")
-    world.clients[other.peer] = other = Told(other)
     worker = world.worker("m_0")
     worker.in_columns = True
     send(world, client, columns(1))  # runs, so that the next ones wait
@@ -196,10 +157,10 @@ def test_requests_of_one_form_go_to_the_worker_and_come_back_in_columns() -> Non
     world.slow_to.clear()
     world.settle()
     world.finish_all()
-    batches = [message for message in client.messages if isinstance(message, ReplyBatch)]
-    assert sorted(number for batch in batches for number in batch.columns.requests) == [1, 2, 3, 4]
+    answered = [batch.columns.requests for batch in sent(world, client, ReplyBatch)]
+    assert sorted(sum(answered, ())) == [1, 2, 3, 4]
     assert client.answers.keys() == {1, 2, 3, 4}
-    assert [message.columns.requests for message in other.messages if isinstance(message, ReplyBatch)] == [(1, 2)]
+    assert [batch.columns.requests for batch in sent(world, other, ReplyBatch)] == [(1, 2)]
 
 
 def test_small_requests_are_split_by_encoded_size() -> None:
@@ -258,18 +219,6 @@ def test_a_worker_that_answers_in_invalid_columns_is_stopped(answer: Columns | t
     assert not world.core.state.requests
 
 
-def answer_in_columns(world: World, worker: FakeWorker, numbers: tuple[int, ...]) -> None:
-    """Answers the running requests, whatever else happened to them."""
-    assert worker.running is not None
-    batch, worker.running = worker.running, None
-    known = {work.request: work for work in batch.work_items}
-    rows = tuple(known[number].rows for number in numbers)
-    blobs = tuple((bytes(4 * count),) for count in rows)
-    form = (TensorForm("y", "FP32", (1,)),)
-    worker.outbox.append(Done(batch.number, (), (0, 0, 0, 0), columns=Columns(form, numbers, rows, blobs)))
-    world.settle()
-
-
 ALIKE: dict[str, tuple[str, Columns, str]] = {
     "a shape of 31 large dimensions": ("m", columns(5, forms=(TensorForm("x", "FP32", (2**62,) * 31),)), "INVALID_ARG"),
     "another data type": ("m", columns(5, forms=(TensorForm("x", "INT64", (1,)),)), "INVALID_ARG"),
@@ -280,16 +229,11 @@ ALIKE: dict[str, tuple[str, Columns, str]] = {
 
 
 def test_columns_of_a_client_that_holds_too_much_are_refused() -> None:
-    world = World(Limits(client_held_bytes=3))
-    world.deploy(ModelPolicy("m", 1, 8, (X,), Y, BatchPolicy()), large="y")
-    client = world.connect("c")
+    world, client = serving(client_held_bytes=3)
     world.turn([client.infer(1)])
     world.finish()
-    told = world.clients[client.peer] = Told(client)
-    told.sends(2)
-    told.sends(3)
-    world.turn([(client.peer, InferBatch("m", 0, columns(2, first=2)))])
-    reclaim, refusal = told.messages
+    send(world, client, columns(2, first=2))
+    reclaim, refusal = sent(world, client, Reclaim, FailBatch)
     assert isinstance(reclaim, Reclaim)
     assert (refusal.requests, refusal.code) == ((2, 3), "UNAVAILABLE")
     assert "client_held_bytes" in refusal.text
@@ -309,10 +253,8 @@ def test_requests_refused_for_the_same_reason_share_a_check_and_an_answer(
 
     monkeypatch.setattr(Checker, "check", counted)
     model, batch, code = ALIKE[name]
-    for number in batch.requests:
-        client.sends(number)
-    world.turn([(client.peer, InferBatch(model, 0, batch))])
-    (answer,) = [message for message in client.messages if isinstance(message, FailBatch)]
+    send(world, client, batch, model=model)
+    (answer,) = sent(world, client, FailBatch)
     assert (answer.requests, answer.code) == ((1, 2, 3, 4, 5), code)
     assert [client.answers[number].text for number in batch.requests] == [answer.text] * 5
     assert len(checks) <= 2
@@ -374,13 +316,11 @@ def test_a_sampled_request_leaves_the_others_in_their_columns() -> None:
     """Its response is sent alone, and its trace has the batch."""
     world, client = serving()
     world.core.state.observers.traces.change_sampling({"m": Sample(3)})
+    world.worker("m_0").in_columns = True
     send(world, client, columns(6))
-    worker = world.worker("m_0")
-    assert worker.running is not None
-    answer_in_columns(world, worker, tuple(work.request for work in worker.running.work_items))
-    (batched,) = [one.columns.requests for one in client.messages if isinstance(one, ReplyBatch)]
-    alone = [one.request for one in client.messages if isinstance(one, Reply)]
-    assert (batched, alone) == ((1, 2, 4, 5), [3, 6])
+    world.finish()
+    assert [batch.columns.requests for batch in sent(world, client, ReplyBatch)] == [(1, 2, 4, 5)]
+    assert [reply.request for reply in sent(world, client, Reply)] == [3, 6]
     traced = world.of(Traced)
     assert [effect.fields["request"] for effect in traced] == [3, 6]
     assert all(len(effect.times) == 4 and effect.fields["batch"] for effect in traced)
