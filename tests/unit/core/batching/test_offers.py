@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -145,20 +144,15 @@ def test_only_requests_of_one_caller_count() -> None:
     assert (world.started(), world.several.offers, world.client.offers) == ([], {}, {})
 
 
-def leaves(world: Busy) -> None:
-    world.gone(world.several)
-    world.several.offers.clear()
-
-
-def unload(world: Busy) -> None:
-    world.deploy(model(version=2), 1)
-
-
-@pytest.mark.parametrize("happens", [leaves, unload])
-def test_an_offer_ends_with_its_reason(happens: Callable[[Busy], None]) -> None:
+@pytest.mark.parametrize("leaves", [True, False])
+def test_an_offer_ends_when_its_client_leaves_or_its_version_is_no_longer_the_default(leaves: bool) -> None:
     world = Busy()
     world.offer()
-    happens(world)
+    if leaves:
+        world.gone(world.several)
+        world.several.offers.clear()
+    else:
+        world.deploy(model(version=2), 1)
     assert (world.several.offers, world.core.state.offers) == ({}, {})
 
 

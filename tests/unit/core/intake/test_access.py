@@ -49,32 +49,11 @@ ANY = INFER | OBSERVE | OPERATE
 LOOK = OBSERVE | OPERATE
 
 NEEDED = {
-    "live": ANY,
-    "ready": ANY,
-    "loaded": ANY,
-    "metadata": ANY,
-    "models": LOOK,
-    "config": LOOK,
-    "origins": LOOK,
-    "statistics": LOOK,
-    "metrics": LOOK,
-    "activity": LOOK,
-    "report": LOOK,
-    "log": LOOK,
-    "logs": OPERATE,
-    "trace": LOOK,
-    "traffic": LOOK,
-    "text_models": LOOK,
-    "service": LOOK,
-    "load": OPERATE,
-    "unload": OPERATE,
-    "restart": OPERATE,
-    "rollback": OPERATE,
-    "set_log": OPERATE,
-    "set_trace": OPERATE,
-    "set_traffic": OPERATE,
-    "set_service": OPERATE,
-    "record": OPERATE,
+    **dict.fromkeys(("live", "ready", "loaded", "metadata"), ANY),
+    **dict.fromkeys(("models", "config", "origins", "statistics", "metrics", "activity", "report", "log"), LOOK),
+    **dict.fromkeys(("trace", "traffic", "text_models", "service"), LOOK),
+    **dict.fromkeys(("logs", "load", "unload", "restart", "rollback", "record"), OPERATE),
+    **dict.fromkeys(("set_log", "set_trace", "set_traffic", "set_service"), OPERATE),
 }
 """Query -> the roles, any of which is sufficient."""
 MESSAGES: dict[type, tuple[str, Any, int]] = {

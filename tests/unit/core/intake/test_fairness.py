@@ -84,14 +84,6 @@ def test_two_clients_of_one_model(case: str) -> None:
     within(load.served, 2)
 
 
-def test_two_clients_within_a_priority_level_and_two_models_of_one_client() -> None:
-    load = Load(plain(batching=BatchPolicy(levels=2, default_level=1)), plain("n"), plain("o"))
-    a, b = load.world.connect("a"), load.world.connect("b")
-    load.rounds(400, [(a, "m", 500, 1), (b, "m", 20, 1), (a, "n", 1000, 1), (a, "o", 30, 1)])
-    for names in (("a/m", "b/m"), ("a/n", "a/o")):
-        within(Counter({name: load.served[name] for name in names}), 2)
-
-
 def test_a_user_with_many_connections_delays_another_by_one_request() -> None:
     """Each packet has one small request. When the honest client sends its request, one runs, one waits at the worker,
     and one is ahead in the queue."""

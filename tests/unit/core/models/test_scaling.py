@@ -89,17 +89,6 @@ def test_an_instance_is_spare_if_the_others_stay_below_full_load() -> None:
     assert windows.pass_(0.5, 5, spare=False) == (False, False), "each would wait for the one before it"
 
 
-def test_calm_starts_with_its_first_window() -> None:
-    windows = Windows()
-    windows.pass_(2, 0, spare=False)
-    begin = windows.now.at
-    windows.pass_(0, 0, spare=True)
-    windows.pass_(0, 0, spare=True)
-    assert windows.scaler.calm_since == begin
-    windows.pass_(2, 0, spare=False)
-    assert not windows.scaler.calm_since
-
-
 def test_scaling_up_soon_after_scaling_down_doubles_the_delay() -> None:
     scaler = Windows(down="2s").scaler
     now = SECOND

@@ -22,25 +22,16 @@ OTHERS = [SimpleNamespace(number=number, user="bob" if number < 8 else "cid") fo
 
 def request(client: int = 1, cost: int = 1, level: int = 0, name: int = 0) -> Any:
     """A fake request with the attributes that the queue uses."""
-    made = SimpleNamespace(
-        inline=0,
-        deadline=0,
-        payer=(CLIENTS + OTHERS)[client - 1],
-        cost=cost,
-        level=level,
-        tag=0,
-        delayed=False,
-        name=name,
-    )
-    return made
-
-
-def names(requests: list[Any]) -> list[int]:
-    return [each.name for each in requests]
+    payer = (CLIENTS + OTHERS)[client - 1]
+    return SimpleNamespace(inline=0, deadline=0, payer=payer, cost=cost, level=level, tag=0, delayed=False, name=name)
 
 
 def queue(policy: BatchPolicy | None = None) -> RequestQueue[Any]:
     return RequestQueue(policy)
+
+
+def names(requests: list[Any]) -> list[int]:
+    return [each.name for each in requests]
 
 
 def test_more_connections_do_not_increase_the_share_of_a_user() -> None:

@@ -148,29 +148,6 @@ def test_scalars_and_models_without_batches() -> None:
     assert one.check((tensor("x", (), "INT64"), tensor("z", (3,), "BOOL")), None) == (0, None, 11, False, 0)
 
 
-def test_requests_that_may_share_a_batch_have_equal_signatures() -> None:
-    specs = (
-        TensorSpec("x", "FP32", (-1,)),
-        TensorSpec("r", "FP32", (-1,), ragged=True),
-        TensorSpec("o", "FP32", (1,), optional=True),
-        TensorSpec("q", "FP32", (-1,), optional=True, ragged=True),
-    )
-    one = checker(8, *specs)
-
-    def signature(*tensors: Tensor) -> object:
-        return one.check(tensors, None)[1]
-
-    x4, x5, r2, r3 = (tensor("x", (1, 4)), tensor("x", (2, 5)), tensor("r", (1, 2)), tensor("r", (1, 3)))
-    o, q, q7 = tensor("o", (1, 1)), tensor("q", (1, 1)), tensor("q", (1, 7))
-    assert signature(x4, r2) == signature(r3, tensor("x", (1, 4)))
-    assert signature(x4, r2) != signature(x5, tensor("r", (2, 2)))
-    assert signature(x4, r2, o) != signature(x4, r2)
-    assert signature(x4, r2, q) != signature(x4, r2)
-    assert signature(x4, r2, q) != signature(x4, r2, o)
-    assert signature(x4, r2, q) == signature(q7, x4, r2)
-    assert checker().check((tensor(),), None)[1] is None, "fixed shapes always match"
-
-
 DIMS = st.lists(st.sampled_from([-1, 0, 1, 3]), max_size=3).map(tuple)
 
 
