@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import shmserve
 from shmserve.errors import InvalidRequest
@@ -82,9 +80,3 @@ def test_parse_class(text: bytes | str, value: float, index: int, label: str) ->
 def test_malformed_classes_are_refused(text: bytes | str) -> None:
     with pytest.raises(InvalidRequest, match="not a class"):
         shmserve.parse_class(text)
-
-
-@given(st.floats(allow_nan=False), st.integers(0, 2**31), st.text())
-def test_any_class_round_trips(value: float, index: int, label: str) -> None:
-    found = shmserve.parse_class(f"{value:f}:{index}:{label}")
-    assert found == shmserve.ClassResult(float(f"{value:f}"), index, label)

@@ -129,15 +129,6 @@ def ask_large(client: Client) -> tuple[RecordingTicket, Handle, int]:
     return ticket, tensor.data[0], packets[-1].lease
 
 
-def test_inputs_in_shared_memory_go_over_the_lease_once_the_server_knows_the_segment(client: Client) -> None:
-    for number, lease in ((1, 0), (2, 5), (3, 5)):
-        _, handle, found = ask_large(client)
-        assert (found, handle.size) == (lease, 16384)
-        assert client.session.memory.is_own(handle)
-        feed(client.session, Reply(number, 2, ()))
-        assert client.session.memory.used == 0
-
-
 def test_inputs_are_kept_until_the_answer_or_the_end_of_the_lease(client: Client) -> None:
     memory = client.session.memory
     ask_large(client)
@@ -370,16 +361,6 @@ def test_the_error_of_a_lease_is_that_of_all_requests_of_its_packet(without: Cli
     assert [str(ticket.error) for ticket in sent] == ["it ended"] * 2
     assert waiting.error is None
     assert numbers(client.session.take()) == [(0, [3])]
-
-
-def test_cancelled_requests_are_not_sent_over_a_lease(without: Client) -> None:
-    client = offered(without)
-    ticket, _ = client.ask()
-    client.ask()
-    assert client.session.cancel(ticket)
-    client.lend(SEVERAL)
-    assert numbers(client.session.take()) == [(5, [2])]
-    assert list(client.session.tickets) == [2]
 
 
 def test_requests_beside_an_operation_pass_through_the_broker(without: Client) -> None:

@@ -68,20 +68,6 @@ def test_arrays_of_any_layout_round_trip(arrays: list[np.ndarray[Any, Any]], tur
         np.testing.assert_array_equal(found, array)
 
 
-words = st.one_of(st.binary(max_size=9), st.text(st.characters(exclude_categories=["Cs"]), max_size=5))
-
-
-@given(of_numpy.arrays("O", shapes, elements=words))
-def test_strings_round_trip_as_bytes(array: np.ndarray[Any, Any]) -> None:
-    session = connected()
-    ticket, packets = ask(session, {"s": array})
-    (infer,) = decoded(packets)
-    feed(session, Reply(1, 1, infer.inputs))
-    expected = [item.encode() if isinstance(item, str) else item for item in array.ravel().tolist()]
-    assert ticket.answer["s"].ravel().tolist() == expected
-    assert ticket.answer["s"].shape == array.shape
-
-
 @given(st.lists(st.integers(0, 60_000), max_size=8))
 def test_inline_data_is_limited_and_segments_are_announced_first(sizes: list[int]) -> None:
     session = connected()
