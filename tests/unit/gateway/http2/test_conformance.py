@@ -1,7 +1,8 @@
 """HTTP/2 conformance: the cases of h2spec, by section of RFC 9113 (HTTP/2) and RFC 7541 (HPACK), as raw frames.
 
 h2spec follows RFC 7540; where RFC 9113 changed a rule, its newer form is checked (priorities are ignored, for example).
-Where the RFC allows a stream error to be treated as a connection error, the table has this server's behaviour.
+Where the RFC allows a stream error to be treated as a connection error, the table has this server's behaviour. The last
+rows are floods of frames without effect, which the RFC lets a server end.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ def trailers(*headers: tuple[str, str]) -> bytes:
 BODY = message(b"x")
 DONE = data(BODY, END)
 RESET = head() + frame(RST, 0, 1, number(8))
+MANY = 10_001
 FIELDS = raw_block([("x-dummy", "y" * 100)])
 
 CASES: dict[str, tuple[bytes, Fails | None]] = {
@@ -216,6 +218,21 @@ CASES: dict[str, tuple[bytes, Fails | None]] = {
     "HPACK 5.2 a string beyond the block": (whole(block() + b"\x00\x01x\x05ab"), Fails(COMPRESSION)),
     "HPACK 6.1 index 0": (whole(block() + b"\x80"), Fails(COMPRESSION)),
     "HPACK 6.3 a table above the limit": (whole(b"\x3f\xff\xff\x07" + block()), Fails(COMPRESSION)),
+    "3.4 an acknowledgement at first": (PREFACE + frame(SETTINGS, 1, 0), Fails(PROTOCOL)),
+    "6.2 no padding where there should be": (frame(HEAD, 0xC, 1), Fails(PROTOCOL)),
+    "6.5 large SETTINGS": (frame(SETTINGS, 0, 0, bytes(6000)), Fails(SIZE)),
+    "HPACK 4.2 three sizes of the table": (whole(b"\x20\x3f\x85\x01\x20" + block()), Fails(COMPRESSION)),
+    "headers over the limit, announced": (head(payload=bytes(40_000))[:50], Fails(CALM)),
+    "many CONTINUATION frames": (head(flags=0) + frame(CONTINUATION, 0, 1) * 1000, Fails(CALM)),
+    "large CONTINUATION frames": (head(flags=0) + frame(CONTINUATION, 0, 1, bytes(16_384)) * 3, Fails(CALM)),
+    "many PING frames": (frame(PING, 0, 0, bytes(8)) * 4, Fails(CALM)),
+    "many SETTINGS frames": (frame(SETTINGS, 0, 0) * MANY, Fails(CALM)),
+    "many empty DATA frames": (head() + data() * MANY, Fails(CALM)),
+    "many PRIORITY frames": (frame(PRIORITY, 0, 1, bytes(5)) * MANY, Fails(CALM)),
+    "many unknown frames": (frame(200, 0, 1) * MANY, Fails(CALM)),
+    "many resets of an ended call": (RESET + frame(RST, 0, 1, number(8)) * MANY, Fails(CALM)),
+    "a window that grows byte by byte": (
+        setting(4, 0) + unary(1, bytes(20_000)) + frame(WINDOW, 0, 1, number(1)) * MANY, Fails(CALM)),
 }  # fmt: skip
 
 

@@ -28,7 +28,6 @@ from tests.support.gateway.http2_caller import Caller, Echo, Host, Unfinished
 from tests.support.gateway.http2_frames import (
     CALM,
     COMPRESSION,
-    CONTINUATION,
     DATA,
     FLOW,
     GOAWAY,
@@ -39,10 +38,8 @@ from tests.support.gateway.http2_frames import (
     PING,
     PREFACE,
     PRIORITY,
-    PROTOCOL,
     RST,
     SETTINGS,
-    SIZE,
     WINDOW,
     block,
     frame,
@@ -52,37 +49,6 @@ from tests.support.gateway.http2_frames import (
 )
 from tests.support.gateway.http_connection import receive
 from tests.support.hypothesis_profiles import examples
-
-MANY = 10_001
-WRONG: dict[str, tuple[bytes, int]] = {
-    "an acknowledgement at first": (frame(SETTINGS, 1, 0), PROTOCOL),
-    "many settings": (frame(SETTINGS, 0, 0, bytes(6000)), SIZE),
-    "headers over the limit, announced": (frame(HEAD, 4, 1, bytes(40_000))[:50], CALM),
-    "headers with no padding where it should be": (frame(HEAD, 0xC, 1), PROTOCOL),
-    "three sizes of the table": (frame(HEAD, 4, 1, b"\x20\x3f\x85\x01\x20" + block()), COMPRESSION),
-    "many continuations": (frame(HEAD, 0, 1) + frame(CONTINUATION, 0, 1) * 1000, CALM),
-    "large continuations": (frame(HEAD, 0, 1) + frame(CONTINUATION, 0, 1, bytes(16_384)) * 3, CALM),
-    "many pings": (frame(PING, 0, 0, bytes(8)) * 4, CALM),
-    "much SETTINGS": (frame(SETTINGS, 0, 0) * MANY, CALM),
-    "much empty DATA": (OPEN + frame(DATA, 0, 1) * MANY, CALM),
-    "much PRIORITY": (frame(PRIORITY, 0, 1, bytes(5)) * MANY, CALM),
-    "many unknown frames": (frame(200, 0, 1) * MANY, CALM),
-    "many resets of an ended call": (unary(1, b"x") + frame(RST, 0, 1, number(8)) * MANY, CALM),
-    "a window that grows byte by byte": (
-        frame(SETTINGS, 0, 0, b"\0\4" + bytes(4)) + unary(1, bytes(20_000)) + frame(WINDOW, 0, 1, number(1)) * MANY,
-        CALM,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_client_that_breaks_the_protocol_is_disconnected(name: str) -> None:
-    data, expected = WRONG[name]
-    caller = Caller(opening=b"")
-    assert caller.errors((PREFACE if name.endswith("at first") else HELLO) + data) == [expected]
-    assert not caller.core.streams.open
-    assert not caller.host.held
-    assert caller.raw([unary(9, b"more")]) == []
 
 
 def test_resets_after_the_deadline_of_their_calls_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

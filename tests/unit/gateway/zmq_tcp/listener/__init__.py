@@ -1,1 +1,0 @@
-"""The listener in a thread, connected to a fake broker."""
