@@ -68,11 +68,9 @@ DIE = """
 FLOATS, FACTS = "TYPE_FP32 dims: {width}", "TYPE_INT64 dims: 3"
 
 
-def gpu_model(
-    repository: Path, name: str, source: str, *, out: str = FLOATS, count: int = 1, more: str = "", width: int = WIDTH
-) -> None:
+def gpu_model(repository: Path, name: str, source: str, *, out: str = FLOATS, count: int = 1, more: str = "") -> None:
     """A Python model whose inputs stay on the GPU. `source`: its method `one`."""
-    config = CONFIG.format(width=width, out=out.format(width=width), count=count)
+    config = CONFIG.format(width=WIDTH, out=out.format(width=WIDTH), count=count)
     write_model(repository, name, config + ON_DEVICE + more, HEAD + source)
 
 
@@ -84,5 +82,5 @@ def chain(repository: Path, name: str, *models: str, out: str = FLOATS, width: i
     write_model(repository, name, config + ensemble_models.steps(*steps))
 
 
-def numbers(rows: int = 1, seed: int = 1, width: int = WIDTH) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(seed).integers(0, 1000, (rows, width)).astype(np.float32)
+def numbers(rows: int = 1, seed: int = 1) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 1000, (rows, WIDTH)).astype(np.float32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +9,8 @@ import numpy as np
 import pytest
 
 import shmserve
-from bench.lib.child import Child
 from shmserve.testing import Server
 from tests.gpu.gpu_models import ADD, FACTS, WHERE, WIDTH, gpu_model, numbers
-from tests.support.launch import identity
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
 
@@ -23,7 +20,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, cupy: Any) -> Iterator[Serv
     repository = tmp_path_factory.mktemp("clients")
     gpu_model(repository, "add", ADD, more="dynamic_batching { }\n")
     gpu_model(repository, "where", WHERE, out=FACTS)
-    identity(repository, "host")
     with Server(repository, "--exit-on-error", "true", start_timeout=120) as server:
         yield server
 
@@ -83,24 +79,6 @@ def test_requests_in_flight_from_the_gpu_and_the_host(cupy: Any, client: shmserv
         np.testing.assert_array_equal(future.result()["y"], array + 1)
 
 
-def test_a_model_on_the_cpu_gets_a_copy(cupy: Any, client: shmserve.Client) -> None:
-    x, y = (client.empty((1, WIDTH), "float32", device="cuda:0") for _ in range(2))
-    given = numbers()
-    put(cupy, x, given)
-    for _ in range(2):
-        client.infer("host", {"x": x}, outputs={"y": y})
-        np.testing.assert_array_equal(y.numpy(), given)
-
-
-def test_clients_in_several_processes(server: Server) -> None:
-    arguments = {"url": server.url, "model": "add", "width": WIDTH}
-    with Child("tests.gpu.peers:client", **arguments) as first, Child("tests.gpu.peers:client", **arguments) as second:
-        for value in range(5):
-            first.tell(value=value)
-            second.tell(value=value + 100)
-            assert (first.answer(), second.answer()) == ({"values": [value + 1]}, {"values": [value + 101]})
-
-
 def test_memory_is_reused_by_later_clients_of_a_process(cupy: Any, server: Server) -> None:
     given, free = numbers(2), []
     for _ in range(6):
@@ -111,14 +89,3 @@ def test_memory_is_reused_by_later_clients_of_a_process(cupy: Any, server: Serve
             del x
         free.append(cupy.cuda.runtime.memGetInfo()[0])
     assert free[1] - free[-1] < 4 << 20, "each client takes memory on the GPU"
-
-
-def test_the_asyncio_client(cupy: Any, server: Server) -> None:
-    async def ask() -> None:
-        async with server.async_client() as client:
-            given = numbers(2)
-            x, y = cupy.asarray(given), client.empty((2, WIDTH), "float32", device="cuda:0")
-            await client.infer("add", {"x": x}, outputs={"y": y})
-            np.testing.assert_array_equal(y.numpy(), given + 1)
-
-    asyncio.run(ask())

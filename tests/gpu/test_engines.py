@@ -1,8 +1,5 @@
-"""The other engines on a real GPU: ONNX Runtime with CUDA, a Python model with CuPy, PyTorch, DALI. Each test is
-skipped if its package is missing or was built without CUDA.
-
-The oracle is numpy, and each model reports the GPU that it has used.
-"""
+"""ONNX Runtime with CUDA, PyTorch and DALI on a real GPU. Each test is skipped if its package is missing or was built
+without CUDA. The oracle is numpy."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ import numpy as np
 import pytest
 
 from shmserve.testing import Server
-from tests.support.model_files import write_model
 from tests.support.workers.models.worker_models import Graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
@@ -25,27 +21,6 @@ TENSORS = """
 max_batch_size: 8
 input {{ name: "{}" data_type: TYPE_FP32 dims: 50000 }} output {{ name: "{}" data_type: TYPE_FP32 dims: 50000 }}
 """
-CUPY = """\
-import cupy
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        assert cupy.cuda.runtime.getDeviceCount() == 1
-        assert args["model_instance_kind"] == "GPU"
-        self.device = cupy.cuda.Device(int(args["model_instance_device_id"]))
-
-    def execute(self, requests):
-        return [self.one(request) for request in requests]
-
-    def one(self, request):
-        with self.device:
-            x = cupy.asarray(pb_utils.get_input_tensor_by_name(request, "x").as_numpy())
-            y = cupy.asnumpy(x + 1)
-        return pb_utils.InferenceResponse([pb_utils.Tensor("y", y)])
-"""
-
 DALI = """\
 from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.triton import autoserialize
@@ -65,11 +40,6 @@ def onnx_model(repository: Path) -> None:
     graph = Graph().input("x", "FP32", [-1, WIDTH]).output("y", "FP32", [-1, WIDTH])
     graph.weight("one", np.ones(1, np.float32)).node("Add", ["x", "one"], ["y"]).save(repository / "model")
     (repository / "model" / "config.pbtxt").write_text(f'backend: "onnxruntime"\n{GROUP}')
-
-
-def cupy_model(repository: Path) -> None:
-    pytest.importorskip("cupy")
-    write_model(repository, "model", f'backend: "python"\n{TENSORS.format("x", "y")}{GROUP}', CUPY)
 
 
 def torch_model(repository: Path) -> None:
@@ -94,7 +64,7 @@ def dali_model(repository: Path) -> None:
     (repository / "model" / "config.pbtxt").write_text(f'backend: "dali"\n{GROUP}')
 
 
-MODELS = {"onnxruntime": onnx_model, "python": cupy_model, "pytorch": torch_model, "dali": dali_model}
+MODELS = {"onnxruntime": onnx_model, "pytorch": torch_model, "dali": dali_model}
 
 
 @pytest.fixture(params=MODELS)

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -90,16 +89,3 @@ def test_two_instances_on_one_gpu_with_mps(
         check(server)
     finally:
         server.stop()
-
-
-def test_the_variables_of_mps_reach_a_worker(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = """
-    def one(self, x):
-        variable = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "0")
-        return pb_utils.Tensor("y", np.array([[int(variable), 0, 0]], np.int64))
-"""
-    gpu_model(tmp_path, "seen", source, out=FACTS)
-    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")
-    server: Any = serve(tmp_path)
-    with server.client() as client:
-        assert client.infer("seen", {"x": numbers()})["y"][0, 0] == 50

@@ -80,21 +80,6 @@ def test_the_size_of_opened_memory_is_that_of_its_allocation(hardware: None, pee
         assert reader.ask(do="size", name=name) == {"size": size, "offset": 0, "status": 0}
 
 
-def test_opening_twice_in_a_process_is_harmless(peer: Peers, record_property: Callable[[str, object], None]) -> None:
-    """The driver counts opens, or refuses the second one. The server opens each segment once."""
-    owner, reader = peer(), peer()
-    handle = export(owner, value=3)
-    first, second = open_(reader, handle), open_(reader, handle, "again")
-    record_property("second open", second)
-    if "address" in second:
-        record_property("same address", first["address"] == second["address"])
-        assert values(reader, "again") == [3]
-        assert reader.ask(do="close", name="again") == {}
-    assert values(reader) == [3]
-    assert reader.ask(do="close", name="m") == {}
-    assert_usable(reader)
-
-
 def test_many_segments_are_open_at_once(peer: Peers) -> None:
     owner, reader = peer(), peer()
     for number in range(OPENED):

@@ -58,21 +58,6 @@ def test_memory_of_dead_processes_is_returned(hardware: None, serve: Serve, tmp_
     assert used() - before < SLACK
 
 
-def test_clients_segments_beyond_the_pinned_memory(serve: Serve, tmp_path: Any) -> None:
-    """Segments are pinned and unpinned in turn; values do not depend on it."""
-    gpu_model(tmp_path, "add", ADD, more="dynamic_batching { }\n")
-    server = serve(tmp_path, "--pinned-memory-pool-byte-size", str(1 << 20))
-    with server.client() as client, server.client() as other:
-        arrays = [owner.empty((2, WIDTH), "float32") for owner in (client, other) for _ in range(8)]
-        for repeat in range(3):
-            for number, array in enumerate(arrays):
-                array[...] = numbers(2, number + repeat)
-            futures = [client.submit("add", {"x": array}) for array in arrays[:8]]
-            futures += [other.submit("add", {"x": array}) for array in arrays[8:]]
-            for number, future in enumerate(futures):
-                np.testing.assert_array_equal(future.result()["y"], numbers(2, number + repeat) + 1)
-
-
 def test_a_refused_registration_leaves_no_error_for_torch(torch: Any, cupy: Any) -> None:
     """CUDA keeps the last error of a thread, and PyTorch checks it after each kernel."""
     cuda = importlib.import_module("shmserve.workers.gpu.api").Cuda()

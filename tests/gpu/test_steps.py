@@ -10,13 +10,10 @@ import pytest
 
 import shmserve
 from shmserve.testing import Server
-from tests.gpu.gpu_models import ADD, FACTS, WHERE, WIDTH, chain, gpu_model, numbers
+from tests.gpu.gpu_models import ADD, FACTS, WHERE, chain, gpu_model, numbers
 from tests.support import living
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
-
-WIDE = 16 << 20
-"""Elements of a row of 64 MiB."""
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +24,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, cupy: Any) -> Iterator[Serv
     gpu_model(repository, "where", WHERE, out=FACTS)
     chain(repository, "chain", "one", "two", "three")
     chain(repository, "seen", "one", "two", "where", out=FACTS)
-    for name in ("wide1", "wide2"):
-        gpu_model(repository, name, ADD, width=WIDE)
-    chain(repository, "wide", "wide1", "wide2", width=WIDE)
     options = ("--exit-on-error", "true", "--model-control-mode", "explicit", "--load-model", "*")
     with Server(repository, *options, start_timeout=120) as server:
         yield server
@@ -50,21 +44,6 @@ def test_every_request_gets_its_own_values(client: shmserve.Client) -> None:
     futures = [client.submit("chain", {"x": x}) for x in given]
     for x, future in zip(given, futures, strict=True):
         np.testing.assert_array_equal(future.result()["y"], x + 3)
-
-
-def test_tensors_on_the_gpu_from_end_to_end(cupy: Any, client: shmserve.Client) -> None:
-    x, y = (client.empty((1, WIDTH), "float32", device="cuda:0") for _ in range(2))
-    for value in range(10):
-        cupy.asarray(x)[...] = value
-        cupy.cuda.Device(0).synchronize()
-        client.infer("chain", {"x": x}, outputs={"y": y})
-        assert np.unique(y.numpy()).tolist() == [value + 3]
-
-
-def test_large_tensors(client: shmserve.Client) -> None:
-    x = np.random.default_rng(5).standard_normal((1, WIDE)).astype(np.float32)
-    for _ in range(3):
-        np.testing.assert_array_equal(client.infer("wide", {"x": x})["y"], (x + 1) + 1)
 
 
 def test_a_step_is_unloaded_and_loaded_between_requests(client: shmserve.Client) -> None:
