@@ -15,9 +15,7 @@ from jsonschema import Draft202012Validator
 from PIL import Image
 
 from shmserve.workers.backends.python.codecs import ValueCodec, codec_of
-from shmserve.workers.backends.python.function_model import schemas_of
 from shmserve.workers.backends.python.records import build, fields_of
-from shmserve.workers.backends.python.signature import signature_of
 from tests.support.cases import cases
 
 
@@ -138,34 +136,6 @@ def test_tables(data: bytes) -> None:
     frame = found.decode(data)
     assert (list(frame["a"]), list(frame["b"])) == ([1, 2], ["x", "y"])
     assert json.loads(found.encode(frame)) == [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
-
-
-def one(item: Shape) -> Named: ...  # type: ignore[empty-body]
-def two(item: Box, image: Image.Image) -> list[Box]: ...  # type: ignore[empty-body]
-
-
-def test_a_record_that_is_the_only_parameter_is_its_fields() -> None:
-    signature = signature_of(one, "app.py", False)
-    assert signature.record == ("item", Shape)
-    assert [(slot.name, slot.dtype, slot.optional) for slot in signature.inputs] == [
-        ("name", "BYTES", False),
-        ("corners", "INT64", True),
-    ]
-    assert [slot.name for slot in signature.outputs] == ["name", "size"]
-    assert schemas_of(signature) == {}
-
-
-def test_one_of_several_parameters_is_json() -> None:
-    signature = signature_of(two, "app.py", False)
-    assert signature.record is None
-    assert [(slot.name, slot.dtype, slot.dims) for slot in (*signature.inputs, *signature.outputs)] == [
-        ("item", "BYTES", (1,)),
-        ("image", "BYTES", (1,)),
-        ("output", "BYTES", (-1,)),
-    ]
-    schemas = schemas_of(signature)
-    assert schemas["inputs"]["image"]["contentEncoding"] == "base64"
-    assert schemas["outputs"]["output"] == schemas["inputs"]["item"]
 
 
 def test_records_are_built_from_their_fields() -> None:

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.suites.weights import make, prepack
 from shmserve.errors import ModelFailed, Unsupported
 from shmserve.protocol.messages import Handle, Tensor, Wanted
 from shmserve.protocol.worker_messages import Row
@@ -352,21 +351,15 @@ def test_outputs_of_strings_or_unknown_size_cannot_be_recorded(dtype: str, dims:
         OnnxGraphs("m", None, ("cuda", 0), inputs_of(model), outputs_of(model))
 
 
-@pytest.fixture
-def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The sessions that backends open in this test."""
-    found: list[Any] = []
+def test_options_reach_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions: list[Any] = []
     kind = ort.InferenceSession
 
     def opened(*arguments: Any, **how: Any) -> Any:
-        found.append(kind(*arguments, **how))
-        return found[-1]
+        sessions.append(kind(*arguments, **how))
+        return sessions[-1]
 
     monkeypatch.setattr(ort, "InferenceSession", opened)
-    return found
-
-
-def test_options_reach_the_engine(tmp_path: Path, sessions: list[Any]) -> None:
     negative(tmp_path)
     parameters = {
         "intra_op_thread_count": "2",
@@ -416,19 +409,3 @@ def test_a_provider_that_does_not_start_is_an_error(tmp_path: Path, monkeypatch:
     with pytest.raises(Unsupported, match=r"CUDAExecutionProvider did not start\. It needs the libraries of CUDA"):
         Onnx(context(tmp_path)).load(model)
     assert arguments == {"providers": [(CUDA, {"device_id": "0"}), (CPU, {})], "enable_fallback": 0}
-
-
-def test_prepacked_weights_are_mapped(tmp_path: Path, sessions: list[Any]) -> None:
-    """With weights that bench.suites.weights has prepacked, the results stay the same, and the file is mapped."""
-    make(tmp_path / "plain" / "model.onnx", 2, external=True)
-    prepack(tmp_path / "plain" / "model.onnx", tmp_path / "packed" / "1" / "model.onnx")
-    width = {"x": ("FP32", (-1, 1024))}, {"y": ("FP32", (-1, 1024))}
-    loaded = Onnx(Context("m", 1, "m_0_0", tmp_path / "packed", tmp_path / "packed" / "1", {}, 1)).load(
-        config("onnxruntime", *width)
-    )
-    x = np.random.default_rng(5).standard_normal((4, 1024)).astype(np.float32)
-    (expected,) = engine(tmp_path / "plain" / "model.onnx").run(None, {"x": x})
-    (found,) = sessions[0].run(["y"], {"x": x}, None)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-    assert str(tmp_path / "packed" / "1" / "weights.bin") in Path("/proc/self/maps").read_text()
-    loaded.close()

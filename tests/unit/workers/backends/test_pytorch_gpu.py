@@ -187,25 +187,19 @@ def test_buffers_grow_if_dims_are_open(gpu: Gpu, fake: FakeDevice, tmp_path: Pat
             assert len(gpu.state.device) == buffers
 
 
-def test_results_that_are_not_on_the_gpu(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
-    """A result of another type fails its batch, and the next one is correct."""
-    given = model(tmp_path, 4, "if bool((x == 77).any()):", "    return x.double()", "return x + 1")
-    with load(tmp_path, given) as instance:
-        (row,) = instance.run(instance.work(x=np.full((1, 4), 77, np.float32)))
-        assert row.error is not None
-        assert "expects datatype TYPE_FP32 for output 'y', model provides TYPE_FP64" in row.error.text
-        run(instance, 1, 2, width=4)
-
-
-def test_a_model_that_fails_frees_its_buffers(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
-    given = model(tmp_path, 4, "if bool((x == 77).any()):", "    raise ValueError('told to')", "return x + 1")
+@cases(
+    ("raise ValueError('told to')", "told to"),
+    ("return x.double()", "expects datatype TYPE_FP32 for output 'y', model provides TYPE_FP64"),
+)
+def test_a_batch_that_fails_frees_its_buffers(line: str, text: str, gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
+    given = model(tmp_path, 4, "if bool((x == 77).any()):", f"    {line}", "return x + 1")
     with load(tmp_path, given) as instance:
         running = instance.runner.begin([instance.work(x=np.ones((1, 4), np.float32))])
         for _ in range(3):
             failed = instance.runner.begin([instance.work(x=np.full((1, 4), 77, np.float32))])
             (row,) = instance.runner.finish(failed)[0]
             assert row.error is not None
-            assert "told to" in row.error.text
+            assert text in row.error.text
         (row,) = instance.runner.finish(running)[0]
         np.testing.assert_array_equal(instance.array(row), np.full((1, 4), 2, np.float32))
 
@@ -274,26 +268,22 @@ def test_a_graph_keeps_its_buffers_when_others_grow(gpu: Gpu, fake: FakeDevice, 
 
 
 @cases(
-    ((), True, "inputs [8, 4]: RuntimeError: operation not permitted when stream is capturing"),
-    (("return x.double()",), False, "output 'y' is torch.float64 on cpu, not a FP32 tensor on the GPU"),
+    (4, (), "inputs [8, 4]: RuntimeError: operation not permitted when stream is capturing"),
+    (4, ("return x.double()",), "output 'y' is torch.float64 on cpu, not a FP32 tensor on the GPU"),
+    (-1, (), "input 'x' has the shape [-1]: set its dims in graph_spec"),
+    ids=["refused", "another type", "open dims"],
 )
 def test_models_that_cannot_be_captured_run_without_graphs(
-    lines: Any, refuse: bool, why: str, gpu: Gpu, fake: FakeDevice, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    width: int, lines: Any, why: str, gpu: Gpu, fake: FakeDevice, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fake.refuse = refuse
-    with load(tmp_path, tuned(model(tmp_path, 4, *lines), Cuda(graphs=True))) as instance:
+    fake.refuse = not lines
+    with load(tmp_path, tuned(model(tmp_path, width, *lines), Cuda(graphs=True))) as instance:
         if not lines:
             fly(instance, 4)
         assert fake.replays == 0
     text = capfd.readouterr().err
     assert "batches run without CUDA graphs" in text
     assert why in text
-
-
-def test_graphs_of_open_dims(gpu: Gpu, fake: FakeDevice, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with load(tmp_path, tuned(model(tmp_path, -1), Cuda(graphs=True))):
-        assert fake.captures == 0
-    assert "input 'x' has the shape [-1]: set its dims in graph_spec" in capfd.readouterr().err
 
 
 torch_device = OnDemand(DEVICE)

@@ -97,18 +97,9 @@ def test_a_plan_is_built_from_a_model_directory(tmp_path: Path, capsys: pytest.C
 @pytest.mark.usefixtures("libraries", "cache")
 def test_options_are_passed_to_the_library(tmp_path: Path) -> None:
     source, out = model(tmp_path / "m.onnx", ["n", 3]), tmp_path / "m.plan"
-    words = [
-        "--workspace-mb",
-        "64",
-        "--level",
-        "5",
-        "--version-compatible",
-        "--hardware",
-        "ampere+",
-        "--no-timing-cache",
-    ]
-    profiles = ["--profile", "x=1x3:2x3:4x3", "--profile", "x=8x3"]
-    assert build(source, "-o", out, *words, *profiles) == 0
+    words = "--workspace-mb 64 --level 5 --version-compatible --hardware ampere+ --no-timing-cache"
+    profiles = "--profile x=1x3:2x3:4x3 --profile x=8x3"
+    assert build(source, "-o", out, *words.split(), *profiles.split()) == 0
     plan = json.loads(out.read_bytes())
     assert plan["profiles"] == [{"x": [[1, 3], [2, 3], [4, 3]]}, {"x": [[8, 3]] * 3}]
     assert plan["built"] == {

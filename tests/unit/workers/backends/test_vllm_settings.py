@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +43,10 @@ def settings(folder: Path, arguments: dict[str, Any], cores: int = 1, **paramete
 )
 def test_one_core_is_left_to_the_scheduler(cores: int, given: dict[str, str], expected: int, tmp_path: Path) -> None:
     """As vLLM does it itself. The worker has set the variable to the cores of the instance."""
-    environment = {"OMP_NUM_THREADS": str(cores), "VLLM_HOST_IP": "10.0.0.1"}
+    environment = {"OMP_NUM_THREADS": str(cores), "MKL_NUM_THREADS": str(cores), "VLLM_HOST_IP": "10.0.0.1"}
     prepare_environment(settings(tmp_path, {}, cores, **given).threads, environment)
     assert (environment["OMP_NUM_THREADS"], environment["VLLM_HOST_IP"]) == (str(expected), "10.0.0.1")
+    assert "MKL_NUM_THREADS" not in environment, "torch would compute with as many threads, whatever OpenMP is told"
 
 
 @cases(({}, "0"), ({"VLLM_CPU_OMP_THREADS_BIND": "auto"}, None), ({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "1"))
@@ -56,15 +55,6 @@ def test_the_scheduler_computes_in_its_own_process_unless_threads_are_bound(
 ) -> None:
     prepare_environment(1, environment)
     assert environment.get("VLLM_ENABLE_V1_MULTIPROCESSING") == expected
-
-
-def test_torch_computes_with_the_threads_of_the_engine() -> None:
-    """More threads than that spin for each other, and take the cores of the scheduler."""
-    pytest.importorskip("torch")
-    environment = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
-    prepare_environment(1, environment)
-    program = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
-    assert subprocess.run(program, env=environment, capture_output=True, check=True).stdout == b"1\n"
 
 
 def test_arguments_of_the_engine(tmp_path: Path) -> None:

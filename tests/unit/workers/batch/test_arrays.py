@@ -210,3 +210,22 @@ def test_many_small_outputs_of_one_request_fit_into_a_packet(together: int) -> N
             assert len(row.outputs) == 100
             assert 0 < sum(len(y.data) for y in row.outputs if isinstance(y.data, bytes)) <= FIELD_BYTES
             assert all((parts.read(y) == array[:1]).all() for y in row.outputs)
+
+
+@pytest.mark.parametrize("way", ["put", "place"])
+@pytest.mark.parametrize("inline", [(False,), (True, True), (False, False), (True, False)], ids=str)
+def test_requests_without_inline_get_all_outputs_in_shared_memory(
+    parts: Parts, inline: tuple[bool, ...], way: str
+) -> None:
+    count = len(inline)
+    array = np.arange(3 * count, dtype=np.float32).reshape(count, 3)
+    work_items = [Work(number, 1, (), None, "internal", inline=wanted) for number, wanted in enumerate(inline)]
+    results = Results(parts.scatter, work_items, count)
+    if way == "put":
+        results.put(0, array)
+    else:
+        results.place(0, array.shape)[...] = array
+    results.put(1, np.zeros((count, 2), np.int16))
+    outputs = [row.outputs[0] for row in results.rows()]
+    assert [isinstance(y.data, bytes) for y in outputs] == list(inline)
+    assert [parts.read(y).tolist() for y in outputs] == [[row] for row in array.tolist()]

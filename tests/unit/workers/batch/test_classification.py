@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as of_numpy
 
 from shmserve.errors import InvalidRequest
-from shmserve.protocol.messages import FIELD_BYTES, INLINE_BYTES, Handle, Tensor, Wanted
+from shmserve.protocol.messages import Handle, Tensor, Wanted
 from shmserve.protocol.worker_messages import Row, Work
 from shmserve.repo.config.schema import ModelConfig, ModelOutput, ModelTensorReshape
 from shmserve.workers.batch import classification
@@ -168,17 +168,4 @@ def test_outputs_without_classes_fail_their_request_alone() -> None:
         assert_failed(found[2], "INVALID_ARG", "shared memory")
         assert found[3].error is None
         assert [read(parts, tensor) for tensor in found[3].outputs] == [[[b"0.000000:0:cat"]], [[b"s"]]]
-        free(parts, found)
-
-
-def test_large_classes_of_a_batch_do_not_exceed_a_message() -> None:
-    """As for any output: the rest goes to an arena."""
-    width = INLINE_BYTES // 40
-    array = np.tile(np.arange(width, dtype=np.float32), (8, 1))
-    with Parts(OUTPUTS, LABELLED) as parts:
-        work_items = [Work(number, 1, (), (Wanted("y", None, width),), "internal") for number in range(8)]
-        found = rows_of(parts, array, work_items, "put")
-        inline = [len(row.outputs[0].data) for row in found if isinstance(row.outputs[0].data, bytes)]
-        assert sum(inline) <= FIELD_BYTES
-        assert all(read(parts, row.outputs[0]) == [expected_of(array[0].tolist(), width, LABELS)] for row in found)
         free(parts, found)

@@ -22,8 +22,8 @@ from shmserve.repo.config.schema import BatchOutput, ModelConfig, ModelTensorRes
 from shmserve.shm.strings import encode_bytes
 from shmserve.workers.backends.base import StackedModel
 from shmserve.workers.batch.gather import GatherGroup
-from shmserve.workers.batch.results import InlineColumn, Results
-from shmserve.workers.batch.specs import outputs_of
+from shmserve.workers.batch.results import Results
+from tests.support.cases import cases
 from tests.support.workers.batch_parts import Array, Parts
 from tests.support.workers.worker_harness import config
 
@@ -304,23 +304,19 @@ def test_large_outputs_of_several_audiences_are_not_shared(width: int) -> None:
         assert [announced[handle.segment] for handle in handles] == list(audiences)  # type: ignore[union-attr]
 
 
-def test_outputs_at_the_inline_limit_are_in_columns_and_larger_ones_are_not() -> None:
-    width = INLINE_BYTES // 4
-    for extra, kind in ((0, Columns), (1, list)):
-        case = Case(ONE, {"a": A}, lambda arrays, extra=extra: [np.zeros((2, width + extra), np.float32)], True)  # type: ignore[misc]
-        columns, audiences = batch_of(case, ["a"], [1, 1], 1)
-        found, results = outcomes(case, False, WorkColumns(columns, audiences))
-        assert type(results) is kind
-        assert [outputs[0][2] for _, outputs, _ in found] == [(1, width + extra)] * 2
-
-
-def test_a_share_of_several_rows_above_the_inline_limit_is_not_in_columns() -> None:
-    case = Case(ONE, {"a": A}, lambda arrays: [np.zeros((4, INLINE_BYTES // 8), np.float32)], True)
-    columns, audiences = batch_of(case, ["a"], [1, 3], 1)
+@cases(
+    ([1, 1], INLINE_BYTES // 4, Columns),
+    ([1, 1], INLINE_BYTES // 4 + 1, list),
+    ([1, 3], INLINE_BYTES // 8, list),
+    ids=["at the limit", "larger", "several rows"],
+)
+def test_shares_above_the_inline_limit_are_not_in_columns(shares: list[int], width: int, kind: type) -> None:
+    case = Case(ONE, {"a": A}, lambda arrays: [np.zeros((sum(shares), width), np.float32)], True)
+    columns, audiences = batch_of(case, ["a"], shares, 1)
     found, results = outcomes(case, False, WorkColumns(columns, audiences))
-    assert isinstance(results, list)
-    assert type(results[1].outputs[0].data) is tuple
-    assert [outputs[0][2] for _, outputs, _ in found] == [(1, INLINE_BYTES // 8), (3, INLINE_BYTES // 8)]
+    assert type(results) is kind
+    assert kind is Columns or type(results[-1].outputs[0].data) is tuple
+    assert [outputs[0][2] for _, outputs, _ in found] == [(rows, width) for rows in shares]
 
 
 @pytest.mark.parametrize("count", [PACKET_MESSAGES, PACKET_MESSAGES + 1, 3000])
@@ -350,11 +346,3 @@ def test_work_columns_are_a_sequence_of_work_items() -> None:
     assert len(work_items) == 6
     assert list(work_items) == expected + work_items_of(columns, ("uid:6", "uid:7", "uid:8"))
     assert columns.requests == (11, 12, 13), "the message is unchanged"
-
-
-def test_an_inline_column_is_a_sequence_of_tensors() -> None:
-    spec = outputs_of(ONE)[0]
-    column = InlineColumn(spec, (3,), [1, 2], [b"1" * 12, b"2" * 24])
-    tensors = [Tensor("y", "FP32", (1, 3), b"1" * 12), Tensor("y", "FP32", (2, 3), b"2" * 24)]
-    assert column.form == TensorForm("y", "FP32", (3,))
-    assert (len(column), list(column), column[-1], column[1:]) == (2, tensors, tensors[1], tensors[1:])

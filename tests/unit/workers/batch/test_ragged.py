@@ -181,33 +181,3 @@ def test_a_batch_tensor_needs_one_existing_source(field: str, source: tuple[str,
     wrong = replace(getattr(ragged(), field)[0], source_input=source)
     with pytest.raises(InvalidRequest, match=rf"{field}\[0\] of model 'm' needs one source_input"):
         hidden_tensors_of(replace(ragged(), **{field: (wrong,)}), Path(), Doubling(False))
-
-
-@given(batch=shapes, inline=st.sampled_from([True, False, None]))
-def test_requests_without_inline_get_all_outputs_in_shared_memory(
-    batch: list[tuple[int, int, int, bool]], inline: bool | None
-) -> None:
-    """`inline` None: every other request."""
-    x_only = {"x": ("FP32", (-1,))}
-
-    class Same(StackedModel):
-        def execute(self, inputs: GatherGroup, outputs: Results) -> None:
-            x = inputs.array(0)
-            assert x is not None
-            if outputs.direct(0, x.shape):
-                outputs.place(0, x.shape)[...] = x
-            else:
-                outputs.put(0, x)
-
-    with Parts(config("identity", x_only, x_only, max_batch=64)) as parts:
-        work_items, xs = [], []
-        for number, (rows, _, width, _) in enumerate(batch):
-            x = np.random.default_rng(number).random((rows, width), np.float32)
-            xs.append(x)
-            wanted = number % 2 == 0 if inline is None else inline
-            work_items.append(Work(number, rows, (parts.tensor("x", x, [0]),), None, "internal", inline=wanted))
-        found = run(parts, Same(), work_items)
-        for row, work, x in zip(found, work_items, xs, strict=True):
-            assert isinstance(row.outputs[0].data, bytes) == (work.inline and x.nbytes <= INLINE_BYTES)
-            assert (read(parts, row.outputs[0]) == x).all()
-        assert parts.arenas.used == 0
