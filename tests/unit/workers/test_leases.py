@@ -171,26 +171,6 @@ def test_a_request_is_answered_and_recorded(lent: Lent, rows: int, length: int) 
     assert lent.log.running()[0] == 0
 
 
-def test_the_version_may_be_named_and_inputs_come_in_any_order(lent: Lent) -> None:
-    assert type(serve_one(lent, packet(infer(version=2, inputs=infer().inputs[::-1])))) is Reply
-
-
-def test_a_version_that_is_not_the_default_must_be_named() -> None:
-    lent = Lent(default=False)
-    assert type(serve_one(lent, packet(infer(version=2)))) is Reply
-    assert serve_one(lent, packet(infer())) is None
-    lent.close()
-
-
-def test_a_model_without_a_batch_dimension() -> None:
-    lent = Lent(rows=0)
-    a, b = Tensor("a", "FP32", (5, 2), bytes(40)), Tensor("b", "INT8", (3,), bytes(3))
-    assert type(serve_one(lent, packet(infer(inputs=(a, b))))) is Reply
-    assert lent.runner.ran[0].rows == 0
-    assert serve_one(lent, packet(infer())) is None
-    lent.close()
-
-
 def test_errors_of_the_model_are_answers(lent: Lent) -> None:
     lent.runner.answer = [Row(0, (), Failure("MODEL_FAILED", "not today"))]
     assert serve_one(lent, packet(infer(3))) == Fail(3, "MODEL_FAILED", "not today")
@@ -211,12 +191,32 @@ def in_memory(segment: int = OWN, offset: int = 64, size: int = 16, parts: int =
     return infer(inputs=(a, b))
 
 
-@pytest.mark.parametrize("offset", [0, PAGE - 16])
-def test_an_input_may_be_in_memory_of_the_client(lent: Lent, offset: int) -> None:
-    request = in_memory(offset=offset)
-    assert type(serve_one(lent, packet(request))) is Reply
+@cases(
+    infer(version=2),
+    infer(inputs=infer().inputs[::-1]),
+    in_memory(offset=0),
+    in_memory(offset=PAGE - 16),
+    ids=["a named version", "inputs in another order", "the client's memory", "the end of it"],
+)
+def test_valid_requests_are_run(valid: Infer, lent: Lent) -> None:
+    assert type(serve_one(lent, packet(valid))) is Reply
     (work,) = lent.runner.ran
-    assert work.inputs == request.inputs
+    assert work.inputs == valid.inputs
+
+
+WHOLE = Tensor("a", "FP32", (5, 2), bytes(40)), Tensor("b", "INT8", (3,), bytes(3))
+
+
+@cases(
+    ({"default": False}, infer(version=2), 1),
+    ({"rows": 0}, infer(inputs=WHOLE), 0),
+    ids=["a version that is not the default", "a model without a batch dimension"],
+)
+def test_what_is_lent_decides_which_requests_are_valid(how: dict[str, Any], valid: Infer, rows: int) -> None:
+    with closing(Lent(**how)) as lent:
+        assert type(serve_one(lent, packet(valid))) is Reply
+        assert lent.runner.ran[0].rows == rows
+        assert serve_one(lent, packet(infer())) is None
 
 
 A, B = infer().inputs

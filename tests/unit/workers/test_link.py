@@ -174,11 +174,11 @@ def test_many_results_are_sent_in_chunks(ends: Ends, in_columns: bool) -> None:
 
 def test_few_results_in_columns_stay_in_columns(ends: Ends) -> None:
     link, broker = ends
-    columns = Columns((Y,), (1, 2), (1, 1), ((bytes(4000),),) * 2)
+    done = Done(7, (), (1, 2, 3, 4), columns=Columns((Y,), (1, 2), (1, 1), ((bytes(4000),),) * 2))
     outbox = Outbox(link)
-    outbox.add(Done(7, (), (1, 2, 3, 4), columns=columns))
+    outbox.add(done)
     outbox.flush()
-    assert decode(broker.recv(1 << 18)) == [Done(7, (), (1, 2, 3, 4), columns=columns)]
+    assert decode(broker.recv(1 << 18)) == [done]
 
 
 def test_the_size_of_a_row_is_not_underestimated() -> None:

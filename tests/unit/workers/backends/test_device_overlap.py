@@ -18,7 +18,6 @@ from shmserve.workers.runner import OverlappingRunner, StackedRunner
 from tests.support.workers.gpu.device_pair import Pair, arrays
 from tests.support.workers.gpu.harness import Instance, adder, plan, tensor
 from tests.support.workers.gpu.tensorrt_harness import NO_OVERLAP, Cuda, Gpu, check, config, rows, tuned
-from tests.support.workers.worker_harness import config as model
 
 ORDERS: dict[str, tuple[str, ...]] = {
     "nothing": (),
@@ -134,23 +133,6 @@ def copied_to_pinned(gpu: Gpu) -> list[bool]:
     return [any(a <= to and to + size <= a + length for a, length in pinned) for to, _, size in copies]
 
 
-def test_segments_in_use_are_not_evicted(gpu: Gpu, tmp_path: Path) -> None:
-    """There is room for the client's segment only."""
-    adder(tmp_path, 40_000)
-    (x,) = rows(1, width=40_000)
-    limit = 1 << 30
-    for _ in range(2):  # the first time to learn the size of the segment
-        with gpu.load(tmp_path, settings={PINNED_LIMIT: str(limit)}) as instance:
-            work = instance.work(x=x)
-            limit = instance.client.segments[0].size
-            for _ in range(2):
-                gpu.clear()
-                (row,) = instance.runner.finish(instance.runner.begin([work]))[0]
-                np.testing.assert_array_equal(instance.array(row), x + 1)
-                assert copied_to_pinned(gpu) == [True]
-                assert not {"deviceSynchronize", "hostUnregister"} & {call[0] for call in gpu.state.calls}
-
-
 def test_outputs_are_copied_without_pinned_memory(gpu: Gpu, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     adder(tmp_path, 40_000)
     with gpu.load(tmp_path, settings={PINNED_LIMIT: "0"}) as instance:
@@ -241,14 +223,6 @@ def test_the_overlap_can_be_turned_off(gpu: Gpu, tmp_path: Path, key: str) -> No
         assert len(gpu.state.device) == 2
         assert len(gpu.state.named("streamCreateWithPriority")) == 1
         check(instance, 1, 2)
-
-
-def test_models_whose_shapes_depend_on_values_do_not_overlap(gpu: Gpu, tmp_path: Path) -> None:
-    tensors = [tensor("input", "x", [-1], "INT32"), tensor("output", "where", [-1], "INT64")]
-    plan(tmp_path, tensors, {"where": ["nonzero", "x"]}, {"x": [[1], [8], [100_000]]})
-    given = model("tensorrt", {"x": ("INT32", (-1,))}, {"where": ("INT64", (-1,))})
-    with gpu.load(tmp_path, given) as instance:
-        assert type(instance.runner) is StackedRunner
 
 
 def test_memory_of_another_process_is_closed_after_the_batches_that_read_it(gpu: Gpu, pair: Pair) -> None:

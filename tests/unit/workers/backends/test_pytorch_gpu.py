@@ -178,15 +178,6 @@ def test_tensors_on_the_gpu_stay_there(gpu: Gpu, fake: FakeDevice, pair: Pair, t
     assert pair.consumer.arenas.used == 0
 
 
-def test_buffers_grow_if_dims_are_open(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
-    given = model(tmp_path, -1)
-    with load(tmp_path, given) as instance:
-        assert gpu.state.device == {}
-        for width, buffers in ((10, 1), (40_000, 1), (20, 1)):
-            run(instance, 1, 1, width=width)
-            assert len(gpu.state.device) == buffers
-
-
 @cases(
     ("raise ValueError('told to')", "told to"),
     ("return x.double()", "expects datatype TYPE_FP32 for output 'y', model provides TYPE_FP64"),

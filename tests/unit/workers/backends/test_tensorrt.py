@@ -18,6 +18,7 @@ from shmserve.protocol.worker_messages import StepOptions
 from shmserve.repo.config import schema
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup, ModelParameter
 from shmserve.workers.backends.device_buffers import Pinned
+from shmserve.workers.runner import StackedRunner
 from tests.support.cases import cases
 from tests.support.workers.gpu.harness import adder, plan, tensor
 from tests.support.workers.gpu.tensorrt_harness import NO_OVERLAP, Cuda, Gpu, Spec, check, config, rows, tuned
@@ -48,9 +49,6 @@ def test_large_rows_are_not_copied_on_the_host(gpu: Gpu, tmp_path: Path) -> None
         assert gpu.copies() == [(size, 1), (2 * size, 1), (size, 1), (4 * size, 2)]
         assert gpu.state.named("malloc") == gpu.state.named("hostAlloc") == []
         assert len(gpu.state.registered) == 2  # the caller's segment, and the one for outputs
-        order = [call[0] for call in gpu.state.calls if call[0] != "hostRegister"]
-        wait = ["eventRecord", "streamWaitEvent"]
-        assert order == ["memcpyAsync"] * 3 + wait * 2 + ["memcpyAsync", "eventRecord", "eventSynchronize"]
         gpu.clear()
         check(instance, 1, 2, 1, width=width)
         assert gpu.state.named("hostRegister") == []
@@ -108,6 +106,7 @@ def test_data_dependent_output_shapes(gpu: Gpu, tmp_path: Path) -> None:
     plan(tmp_path, tensors, {"where": ["nonzero", "x"]}, {"x": [[1], [8], [100_000]]})
     given = model("tensorrt", {"x": ("INT32", (-1,))}, {"where": ("INT64", (-1,))})
     with gpu.load(tmp_path, given) as instance:
+        assert type(instance.runner) is StackedRunner, "batches cannot overlap"
         for size in (3, 50_000, 10):
             x = np.arange(size, dtype=np.int32) % 3
             work_items = [instance.work(x=x), replace(instance.work(x=x), step=StepOptions(("where",)))]
@@ -261,8 +260,6 @@ def test_streams_priorities_and_events(gpu: Gpu, tmp_path: Path) -> None:
         check(instance, 2)
         gpu.clear()
         check(instance, 2)
-        names = "memcpyAsync eventRecord streamWaitEvent memcpyAsync eventRecord eventSynchronize"
-        assert [call[0] for call in gpu.state.calls] == names.split()
         copy_in, copy_out = (call[-1] for call in gpu.state.named("memcpyAsync"))
         assert [call[-1] for call in gpu.state.named("eventRecord")] == [copy_in, copy_out]
         assert copy_in != copy_out

@@ -334,15 +334,3 @@ def test_the_broker_can_read_the_results_of_a_batch_of_any_size(count: int) -> N
     (found,) = codec.Codec(WorkerReport).decode(codec.encode([report]))
     assert isinstance(found, Done), found
     assert [row.request for row in rows_of(found.columns or found.rows)] == list(columns.requests)
-
-
-def test_work_columns_are_a_sequence_of_work_items() -> None:
-    columns, audiences = batch_of(CASES["identity"], ["b", "a"], [2, 1, 3], 3)
-    work_items, expected = WorkColumns(columns, audiences), work_items_of(columns, audiences)
-    assert list(work_items) == expected
-    assert [work_items[index] for index in (0, 2, -1)] == [expected[index] for index in (0, 2, -1)]
-    assert work_items[1:] == expected[1:]
-    work_items.extend(WorkColumns(columns, ("uid:6", "uid:7", "uid:8")))
-    assert len(work_items) == 6
-    assert list(work_items) == expected + work_items_of(columns, ("uid:6", "uid:7", "uid:8"))
-    assert columns.requests == (11, 12, 13), "the message is unchanged"

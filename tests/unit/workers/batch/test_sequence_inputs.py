@@ -254,22 +254,6 @@ def test_random_sequences(batches: list[tuple[list[Step], int]], slotted: bool, 
         sequence_inputs.WHOLE_BYTES = before
 
 
-def test_states_are_not_copied_if_the_same_sequences_come_again() -> None:
-    class Keeping(Stacked):
-        def execute(self, inputs: GatherGroup, outputs: Results) -> None:
-            super().execute(inputs, outputs)
-            self.states = inputs.array(5), self.target
-
-    backend = Keeping()
-    with runner_for(config_of(), backend) as runner:
-        produced = None
-        for turn in range(3):
-            runner.run([step(10 * turn + key, key, [1], start=not turn, slot=key) for key in (1, 3)])
-            received, next_states = backend.states
-            assert (received is produced) == (turn > 0)
-            produced = next_states
-
-
 def test_initial_states_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "initial_state").mkdir()
     (tmp_path / "initial_state" / "two.bin").write_bytes(np.array([30, 4], np.int64).tobytes())

@@ -12,17 +12,14 @@ from msgspec.structs import replace
 
 from shmserve.errors import Unavailable
 from shmserve.gpu.interface import UNIT_BYTES
-from shmserve.protocol.messages import Handle
 from shmserve.protocol.worker_messages import Load
 from shmserve.repo.backends import CUDA_POOL_LIMIT
 from shmserve.repo.config.schema import ModelInstanceGroup
 from shmserve.workers.loading import load
 from tests.support.workers.batch_parts import Memory
-from tests.support.workers.gpu.device_pair import WIDTH, Pair, arrays
+from tests.support.workers.gpu.device_pair import Pair, arrays
 from tests.support.workers.gpu.tensorrt_harness import Gpu
 from tests.support.workers.worker_harness import config
-
-ROW = WIDTH * 4
 
 
 @pytest.fixture
@@ -98,16 +95,6 @@ def test_an_instance_has_the_limit_of_its_gpu(tmp_path: Path, given: str, expect
         loaded.arenas.close()
         memory.close()
     assert found == expected
-
-
-def test_the_block_that_was_freed_last_is_used_next(gpu: Gpu, memory: Memory) -> None:
-    blocks = [memory.arenas.allocate_near("internal", ROW) for _ in range(3)]
-    gpu.clear()
-    for block in (blocks[0], blocks[2], blocks[1]):
-        memory.arenas.free([Handle(block.segment, block.offset, block.size)])
-    again = [memory.arenas.allocate_near("internal", ROW) for _ in range(3)]
-    assert [block.address for block in again] == [blocks[1].address, blocks[2].address, blocks[0].address]
-    assert gpu.state.named("malloc") == []
 
 
 def test_batches_allocate_nothing_on_the_gpu(pair: Pair) -> None:

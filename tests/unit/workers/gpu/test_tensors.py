@@ -70,17 +70,6 @@ def test_a_cuda_graph_writes_to_its_recorded_addresses(runtime: Any, tmp_path: P
             instance.free(output)
 
 
-def test_rows_are_returned_one_by_one(pair: Pair) -> None:
-    rows = pair.produce(*arrays(1, 1, 1))
-    handles: list[Any] = [row.outputs[0].data[0] for row in rows]  # type: ignore[index]
-    assert len({handle.segment for handle in handles}) == 1
-    assert [handle.size for handle in handles] == [WIDTH * 4] * 3
-    pair.give_back(rows[1])
-    assert pair.producer.arenas.used >= 2 * WIDTH * 4
-    pair.give_back(rows[2], rows[0])
-    assert pair.producer.arenas.used == 0
-
-
 def test_parts_on_the_host_and_on_the_device_in_one_batch(pair: Pair) -> None:
     first, second = arrays(1, 2)
     (row,) = pair.produce(first)
