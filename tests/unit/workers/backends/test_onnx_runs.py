@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +16,8 @@ from hypothesis import strategies as st
 from shmserve.errors import ModelFailed, Unsupported
 from shmserve.protocol.messages import Handle, Tensor, Wanted
 from shmserve.protocol.worker_messages import Row
-from shmserve.repo.config.schema import ModelConfig
 from shmserve.shm.views import address_of
 from shmserve.workers.backends.base import Context
-from shmserve.workers.backends.onnx import backend, run
 from shmserve.workers.backends.onnx.backend import Onnx
 from shmserve.workers.backends.onnx.graphs import MAX_SHAPES, OnnxGraphs
 from shmserve.workers.backends.onnx.providers import CPU, CUDA
@@ -42,45 +37,32 @@ def context(folder: Path) -> Context:
 
 
 class Watched:
-    """A backend, and the addresses that its engine has read and written in each run."""
+    """A model, y = -x, and the addresses that its engine has read and written in the last run of a binding."""
 
-    def __init__(self, folder: Path, model: ModelConfig, parts: Parts, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, parts: Parts, patch: pytest.MonkeyPatch) -> None:
         self.parts = parts
         self.read: list[int] = []
         self.written: list[int] = []
-        self.plain = 0
-        self._numbers = iter(range(1, 1000))
-        bound, runner_of = Binding.run, run.runner_of
+        bound = Binding.run
 
-        def watched_bound(binding: Binding, inputs: Any, targets: Any, options: Any) -> Any:
-            self.read += [address_of(array) for _, array in inputs]
-            self.written += [address_of(target.array) for target in targets if target.array is not None]
+        def watched(binding: Binding, inputs: Any, targets: Any, options: Any) -> Any:
+            self.read = [address_of(array) for _, array in inputs]
+            self.written = [address_of(target.array) for target in targets]
             return bound(binding, inputs, targets, options)
 
-        def watched_run(run: Any, names: Any, feeds: Any, options: Any) -> Any:
-            self.plain += 1
-            self.read += [address_of(array) for array in feeds.values()]
-            return run(names, feeds, options)
+        patch.setattr(Binding, "run", watched)
+        negative(folder)
+        self.model = Onnx(context(folder)).load(parts.config)
 
-        patch.setattr(Binding, "run", watched_bound)
-        watched_runner = lambda session: SimpleNamespace(run=partial(watched_run, runner_of(session).run))  # noqa: E731
-        patch.setattr(backend, "runner_of", watched_runner)
-        self.model = Onnx(context(folder)).load(model)
-
-    def run(self, arrays: Sequence[Array], places: Sequence[Handle] = ()) -> tuple[list[Row], list[int]]:
+    def run(self, *arrays: Array, place: Handle | None = None) -> tuple[list[Row], list[int]]:
         """The rows of one batch, and the addresses of its inputs."""
-        work_items, addresses = [], []
-        for index, array in enumerate(arrays):
-            tensor = self.parts.tensor("x", array, [0])
-            addresses.append(address_of(self.values(tensor)))
-            outputs = (Wanted("y", places[index]),) if places else None
-            work_items.append(work(next(self._numbers), tensor, outputs=outputs))
-        self.read, self.written, self.plain = [], [], 0
-        (group,), failures = self.parts.gather.groups(work_items)
-        assert not failures
+        tensors = [self.parts.tensor("x", array, [0]) for array in arrays]
+        outputs = (Wanted("y", place),) if place else None
+        work_items = [work(number, tensor, outputs=outputs) for number, tensor in enumerate(tensors, 1)]
+        (group,), _ = self.parts.gather.groups(work_items)
         results = Results(self.parts.scatter, group.work_items, group.rows)
         self.model.execute(group, results)
-        return results.rows(), addresses
+        return results.rows(), [address_of(self.values(tensor)) for tensor in tensors]
 
     def address(self, tensor: Tensor) -> int:
         """The address of an output, in the mapping through which it was written."""
@@ -95,18 +77,18 @@ class Watched:
         return self.parts.mapped.view(tensor.data[0], np.dtype(np.float32), tensor.shape)
 
 
-def negative(folder: Path, dims: Sequence[int] = (-1, WIDTH)) -> None:
-    graph = Graph().input("x", "FP32", dims).output("y", "FP32", dims)
+def negative(folder: Path) -> None:
+    graph = Graph().input("x", "FP32", (-1, WIDTH)).output("y", "FP32", (-1, WIDTH))
     graph.node("Neg", ["x"], ["y"]).save(folder)
 
 
-@contextmanager
-def watched(folder: Path, width: int = WIDTH) -> Iterator[Watched]:
-    model = config("onnxruntime", {"x": ("FP32", (width,))}, {"y": ("FP32", (width,))}, max_batch=16)
-    with Parts(model) as parts, pytest.MonkeyPatch.context() as patch:
-        engine = Watched(folder, model, parts, patch)
-        yield engine
-        engine.model.close()
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    row = ("FP32", (WIDTH,))
+    with Parts(config("onnxruntime", {"x": row}, {"y": row}, max_batch=16)) as parts:
+        made = Watched(tmp_path, parts, monkeypatch)
+        yield made
+        made.model.close()
 
 
 def arrays_of(*rows: int) -> list[Array]:
@@ -114,57 +96,37 @@ def arrays_of(*rows: int) -> list[Array]:
     return [random.standard_normal((count, WIDTH)).astype(np.float32) for count in rows]
 
 
-def test_a_single_request_is_not_copied(tmp_path: Path) -> None:
-    """The engine reads the input in the caller's memory, and writes the output to memory that the caller reads."""
-    negative(tmp_path)
-    with watched(tmp_path) as engine:
-        for (x,) in (arrays_of(1), arrays_of(3)):
-            (row,), addresses = engine.run([x])
-            assert engine.read == addresses
-            assert engine.written == [engine.address(row.outputs[0])]
-            assert engine.plain == 0
-            assert (engine.values(row.outputs[0]) == -x).all()
+def test_a_single_request_is_not_copied(watched: Watched) -> None:
+    """The engine reads the input in the caller's memory, and writes the output to memory that the caller reads, which
+    the caller may also choose."""
+    for (x,) in (arrays_of(1), arrays_of(3)):
+        (row,), addresses = watched.run(x)
+        assert watched.read == addresses
+        assert watched.written == [watched.address(row.outputs[0])]
+        assert (watched.values(row.outputs[0]) == -x).all()
+    place = watched.parts.share(bytes(x.nbytes))
+    (row,), addresses = watched.run(x, place=place)
+    assert row.outputs[0].data == (place,)
+    found = watched.parts.mapped.writable(place, np.dtype(np.float32), x.shape)
+    assert (watched.read, watched.written) == (addresses, [address_of(found)])
+    assert (found == -x).all()
 
 
-def test_an_output_is_written_into_the_memory_of_the_caller(tmp_path: Path) -> None:
-    negative(tmp_path)
-    with watched(tmp_path) as engine:
-        (x,) = arrays_of(2)
-        place = engine.parts.share(bytes(x.nbytes))
-        (row,), addresses = engine.run([x], [place])
-        assert row.outputs[0].data == (place,)
-        found = engine.parts.mapped.writable(place, np.dtype(np.float32), x.shape)
-        assert (engine.read, engine.written) == (addresses, [address_of(found)])
-        assert (found == -x).all()
-
-
-def test_a_batch_is_gathered_once_into_the_same_buffer(tmp_path: Path) -> None:
-    negative(tmp_path)
-    with watched(tmp_path) as engine:
-        buffers = set()
-        for rows in ((1, 2, 3), (2, 2, 2), (1, 1)):
-            xs = arrays_of(*rows)
-            found, addresses = engine.run(xs)
-            assert len(engine.read) == 1
-            assert engine.read[0] not in addresses
-            buffers.add(engine.read[0])
-            # One output for all requests, each of which holds a part: nothing is copied.
-            assert engine.written == [engine.address(found[0].outputs[0])]
-            start = engine.written[0]
-            for row, x in zip(found, xs, strict=True):
-                assert engine.address(row.outputs[0]) == start
-                assert (engine.values(row.outputs[0]) == -x).all()
-                start += x.nbytes
-        assert len(buffers) == 1
-
-
-def test_an_output_of_unknown_size_is_copied_once(tmp_path: Path) -> None:
-    negative(tmp_path, (-1, -1))
-    with watched(tmp_path, -1) as engine:
-        (x,) = arrays_of(2)
-        (row,), addresses = engine.run([x])
-        assert (engine.read, engine.written, engine.plain) == (addresses, [], 1)
-        assert (engine.values(row.outputs[0]) == -x).all()
+def test_a_batch_is_gathered_once_into_the_same_buffer(watched: Watched) -> None:
+    buffers = set()
+    for rows in ((1, 2, 3), (2, 2, 2), (1, 1)):
+        xs = arrays_of(*rows)
+        found, addresses = watched.run(*xs)
+        assert len(watched.read) == 1
+        assert watched.read[0] not in addresses
+        buffers.add(watched.read[0])
+        # One output for all requests, each of which holds a part: nothing is copied.
+        (start,) = watched.written
+        for row, x in zip(found, xs, strict=True):
+            assert watched.address(row.outputs[0]) == start
+            assert (watched.values(row.outputs[0]) == -x).all()
+            start += x.nbytes
+    assert len(buffers) == 1
 
 
 class Lone:
