@@ -52,14 +52,3 @@ def test_a_clients_segment_is_pinned_and_copied(cuda: Any, writable: bool) -> No
         cuda.destroy_stream(stream)
         mapped.close()
         extent.close()
-
-
-def test_a_segment_is_pinned_again_after_it_was_unpinned(cuda: Any) -> None:
-    extent = memfd.create(1 << 20)
-    try:
-        for _ in range(3):
-            assert cuda.register(extent.address, extent.size, True)
-            assert not cuda.register(extent.address, extent.size, True), "pinned twice"
-            cuda.unregister(extent.address)
-    finally:
-        extent.close()

@@ -12,7 +12,9 @@ import json
 import os
 from collections.abc import Sequence
 from enum import Enum, IntEnum
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 
@@ -100,7 +102,6 @@ class ICudaEngine:
         self._tensors = {tensor["name"]: tensor for tensor in plan["tensors"]}
         self.num_io_tensors = len(self._tensors)
         self.num_optimization_profiles = len(plan["profiles"])
-        self.device_memory_size_v2 = 4096
 
     def get_tensor_name(self, index: int) -> str:
         return str(list(self._tensors)[index])
@@ -119,9 +120,6 @@ class ICudaEngine:
 
     def get_tensor_format(self, name: str) -> TensorFormat:
         return TensorFormat[self._tensors[name].get("format", "LINEAR")]
-
-    def is_shape_inference_io(self, name: str) -> bool:
-        return bool(self._tensors[name].get("shape_io", False))
 
     def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[tuple[int, ...]]:
         assert self.get_tensor_mode(name) is TensorIOMode.INPUT
@@ -178,7 +176,7 @@ class IExecutionContext:
             name
             for name in self._names("INPUT")
             if (-1 in self._engine.get_tensor_shape(name) and name not in self.shapes)
-            or (self._engine.is_shape_inference_io(name) and name not in self.addresses)
+            or (self._engine.get_tensor_location(name) is TensorLocation.HOST and name not in self.addresses)
         ]
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
@@ -241,35 +239,18 @@ def _array(address: int, shape: Sequence[int], dtype: str) -> Any:
     return np.frombuffer((ctypes.c_char * size).from_address(address), kind).reshape(shape)
 
 
-class _Tensor:
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
-        self.name, self.shape, self.dtype = name, shape, DataType[dtype]
-        self.is_shape_tensor = False
-
-
 class _Network:
     def __init__(self, flags: int) -> None:
         self.flags = flags
-        self.inputs: list[_Tensor] = []
-        self.outputs: list[_Tensor] = []
+        self.inputs: list[Any] = []
+        self.outputs: list[Any] = []
 
     @property
     def num_inputs(self) -> int:
         return len(self.inputs)
 
-    def get_input(self, index: int) -> _Tensor:
+    def get_input(self, index: int) -> Any:
         return self.inputs[index]
-
-
-class _ParserError:
-    def desc(self) -> str:
-        return "no importer for the operator"
-
-    def node_name(self) -> str:
-        return "the_node"
-
-    def node_operator(self) -> str:
-        return "Unheard"
 
 
 class OnnxParser:
@@ -289,11 +270,13 @@ class OnnxParser:
             for value in values:
                 kind = value.type.tensor_type
                 dims = tuple(dim.dim_value if dim.HasField("dim_value") else -1 for dim in kind.shape.dim)
-                found.append(_Tensor(value.name, dims, _FROM_ONNX[kind.elem_type]))
+                dtype = DataType[_FROM_ONNX[kind.elem_type]]
+                found.append(SimpleNamespace(name=value.name, shape=dims, dtype=dtype, is_shape_tensor=False))
         return True
 
-    def get_error(self, index: int) -> _ParserError:
-        return _ParserError()
+    def get_error(self, index: int) -> Any:
+        texts = {"desc": "no importer for the operator", "node_name": "the_node", "node_operator": "Unheard"}
+        return Mock(**{f"{name}.return_value": text for name, text in texts.items()})
 
 
 class _Profile:
@@ -304,9 +287,8 @@ class _Profile:
         self.shapes[input] = [list(min), list(opt), list(max)]
 
 
-class _TimingCache:
-    def __init__(self, data: bytes) -> None:
-        self.data = data
+class _TimingCache(NamedTuple):
+    data: bytes
 
     def serialize(self) -> bytes:
         return b"times " + str(len(self.data)).encode()

@@ -34,6 +34,7 @@ from shmserve.repo.config import override
 from shmserve.repo.config.problems import ConfigError
 from tests.stress.fuzz import lane, lease
 from tests.support.gateway.sliced_work import finished
+from tests.support.repo import texts
 
 Target = Callable[[bytes], None]
 
@@ -191,31 +192,8 @@ def _packets() -> Iterator[bytes]:
     yield b"\x03" + wire.encode([worker_messages.Done(1, (row,), (1, 2, 3, 4)), worker_messages.Started(1, 1)])
 
 
-_FULL = """\
-name: "m" backend: "python" max_batch_size: 8
-input [ { name: "x" data_type: TYPE_FP32 dims: [ -1, 3 ] reshape { shape: [ 3, -1 ] } } ]
-output [ { name: "y" data_type: TYPE_STRING dims: [ 1 ] label_filename: "labels.txt" } ]
-instance_group [ { count: 2 kind: KIND_CPU host_policy: "cpu" } ]
-dynamic_batching {
-  preferred_batch_size: [ 4, 8 ] max_queue_delay_microseconds: 100 priority_levels: 2 default_priority_level: 1
-  default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 5 max_queue_size: 10 }
-  priority_queue_policy { key: 1 value { max_queue_size: 3 } }
-}
-version_policy: { specific { versions: [ 1, 2 ] } }
-parameters { key: "a" value { string_value: "b" } } # a comment
-model_warmup {
-  name: "w" batch_size: 1 inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 2, 3 ] zero_data: true } }
-}
-"""
-_ENSEMBLE = """\
-platform: "ensemble" input { name: "x" data_type: TYPE_FP32 dims: 1 } output { name: "y" data_type: TYPE_FP32 dims: 1 }
-ensemble_scheduling { step [ { model_name: "a" model_version: -1 input_map { key: "i" value: "x" }
-output_map { key: "o" value: "y" } } ] }
-"""
-
-
 def _configs() -> Iterator[bytes]:
-    yield from (_FULL.encode(), _ENSEMBLE.encode())
+    yield from (text.encode() for text in texts.ALL)
     for path in sorted(Path(samples.__file__).parent.glob("examples/*/config.pbtxt")):
         yield path.read_bytes()
 

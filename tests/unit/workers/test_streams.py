@@ -86,9 +86,7 @@ def test_a_cancelled_coroutine_does_not_resume_when_the_window_opens(loop: Eager
     assert task.cancelled()
     assert (passed, len(said)) == (WINDOW, WINDOW)
     assert seen == [True], "the model asks is_cancelled() when it ends"
-    streams.turn.acquire()
-    streams.stop(linked=True)
-    streams.close()
+    end(streams)
 
 
 def test_responses_that_were_announced_are_sent_together() -> None:
@@ -101,6 +99,10 @@ def test_responses_that_were_announced_are_sent_together() -> None:
     send_announced()
     streams.send_soon(opened[0], Response([2]), True, None)  # type: ignore[list-item]
     assert [[row.request for row in packet] for packet in packets] == [[0, 1, 2], [0]]
+    end(streams)
+
+
+def end(streams: OpenResponses) -> None:
     streams.turn.acquire()
     streams.stop(linked=True)
     streams.close()
@@ -141,9 +143,7 @@ def test_what_waiting_threads_send_together_is_complete_and_in_order() -> None:
     assert {number: [index for request, index in sent if request == number] for number in range(8)} == {
         number: list(range(50)) for number in range(8)
     }
-    streams.turn.acquire()
-    streams.stop(linked=True)
-    streams.close()
+    end(streams)
 
 
 def test_a_coroutine_waits_for_a_call_after_a_thread_could_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +162,7 @@ def test_a_coroutine_waits_for_a_call_after_a_thread_could_not_start(monkeypatch
     for thread in threading.enumerate():
         if thread.name == "calls":
             thread.join()
-    streams.turn.acquire()
-    streams.stop(linked=True)
-    streams.close()
+    end(streams)
     here.close()
     there.close()
 

@@ -23,9 +23,7 @@ memcpyHostToHost, memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice =
 streamNonBlocking = 1
 streamCaptureModeThreadLocal = 1
 eventBlockingSync, eventDisableTiming = 1, 2
-hostAllocPortable = 1
 cudaDevAttrHostRegisterReadOnlySupported = 113
-cudaIpcMemLazyEnablePeerAccess = 1
 _NAMES = {2: "cudaErrorMemoryAllocation: out of memory", 700: "cudaErrorIllegalAddress"}
 _UNKNOWN = "cudaErrorInvalidValue"
 JOURNAL = os.environ.get("CUDA_STANDIN_JOURNAL", "")
@@ -189,10 +187,6 @@ def reset() -> State:
     return state
 
 
-def getDeviceCount() -> int:
-    return 1
-
-
 def setDevice(device: int) -> None:
     state.call("setDevice", device)
     if device != 0:
@@ -278,8 +272,8 @@ def ipcGetMemHandle(address: int) -> bytes:
     return struct.pack("<QQQ", os.getpid(), memory.descriptor, memory.size).ljust(64, b"\0")
 
 
-def ipcOpenMemHandle(handle: bytes, flags: int = cudaIpcMemLazyEnablePeerAccess) -> int:
-    state.call("ipcOpenMemHandle", handle, flags)
+def ipcOpenMemHandle(handle: bytes) -> int:
+    state.call("ipcOpenMemHandle", handle)
     assert len(handle) == 64
     pid, descriptor, size = struct.unpack_from("<QQQ", handle)
     try:

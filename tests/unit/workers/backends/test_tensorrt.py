@@ -119,7 +119,7 @@ def test_data_dependent_output_shapes(gpu: Gpu, tmp_path: Path) -> None:
 def test_shape_tensors(gpu: Gpu, tmp_path: Path) -> None:
     tensors = [
         tensor("input", "x", [6]),
-        tensor("input", "shape", [2], "INT64", location="HOST", shape_io=True),
+        tensor("input", "shape", [2], "INT64", location="HOST"),
         tensor("output", "y", [-1, -1]),
     ]
     plan(tmp_path, tensors, {"y": ["shaped", "x", "shape"]})
