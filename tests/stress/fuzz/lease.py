@@ -173,31 +173,16 @@ def _verify(holder: Any, client: socket.socket, ran: int) -> None:
 
 
 def beginnings() -> Iterator[bytes]:
+    """A good packet, followed by others. tests/unit/workers/test_leases.py has a packet of each invalid kind."""
     x, z = Tensor("x", "FP32", (2, 3), bytes(24)), Tensor("z", "INT64", (2, 2, 1), bytes(32))
+    shared = Tensor("x", "FP32", (2, 3), (Handle(OWN, 64, 24),))
     good = Infer(5, "m", 0, (x, z))
-    odd = (
-        Infer(0, "m", 0, (x, z)),
-        Infer(6, "m", 0, (z, x), (Wanted("y"),)),
-        Infer(7, "m", 0, (x, z), None, 5, Options(priority=1)),
-        Infer(8, "m", 0, (x, x)),
-        Infer(9, "m", 0, (x,)),
-        Infer(10, "m", 0, (Tensor("x", "FP32", (2, 3), bytes(20)), z)),
-        Infer(11, "m", 0, (Tensor("x", "FP32", (2, 2**62), b""), z)),
-        Infer(12, "m", 0, (Tensor("x", "FP32", (), b""), z)),
-        Infer(13, "m", 0, (Tensor("x", "FP32", (5, 0), b""), Tensor("z", "INT64", (5, 2, 0), b""))),
-    )
-    handles = (
-        Infer(14, "m", 0, (Tensor("x", "FP32", (2, 3), (Handle(segment, offset, size),)), z))
-        for segment, offset, size in ((OWN, 64, 24), (OTHERS, 64, 24), (OWN, PAGE - 23, 24), (OWN, 64, 28), (1, 0, 24))
-    )
     first = codec.encode([good])
-    for request in (good, *odd, *handles):
-        packet = codec.encode([request])
-        yield len(first).to_bytes(2, "little") + first + packet
-        yield len(packet).to_bytes(2, "little") + packet + first
-    for others in ([good], [replace(good, request=6)], [replace(good, request=6 + number) for number in range(3)]):
-        yield len(first).to_bytes(2, "little") + first + codec.encode([good, *others])
+    packets = [
+        *(codec.encode([good, *(replace(good, request=6 + number) for number in range(count))]) for count in (0, 1, 3)),
+        codec.encode([Infer(14, "m", 0, (shared, z))]),
+        codec.encode([Infer(7, "m", 0, (z, x), (Wanted("y"),), 5, Options(priority=1))]),
+    ]
     hostile = PacketGenerator(2, "m")
-    for _ in range(50):
-        packet = hostile.packet()[:1000]
+    for packet in (*packets, *(hostile.packet()[:1000] for _ in range(50))):
         yield len(first).to_bytes(2, "little") + first + packet

@@ -168,28 +168,20 @@ def _packets() -> Iterator[bytes]:
         packet = mischief.packet()
         if len(packet) < 1000:
             yield bytes([number % len(_CODECS)]) + packet
-    ones = [
-        messages.Welcome(1, 5, "server", {"packet_bytes": 1}),
-        messages.Reply(1, 1, (messages.Tensor("y", "FP32", (1, 1), b"1234"),), {"a": 1.5}),
-        messages.FailHeld(1, "INTERNAL", "text"),
-    ]
-    yield b"\x01" + wire.encode(ones)
     columns = messages.Columns((messages.TensorForm("x", "FP32", (1,)),), (1, 2), (1, 1), ((b"1234",), (b"5678",)))
-    yield b"\x00" + wire.encode([messages.InferBatch("m", 0, columns, 5)])
+    tensor = messages.Tensor("x", "FP32", (1,), (messages.Handle(1, 0, 4),))
+    failure = messages.Failure("INTERNAL", "text")
+    work = worker_messages.Work(1, 1, (tensor,), None, "uid:1")
+    batch = worker_messages.Execute(2, 0, (), False, True, columns, ("uid:1", "uid:1"))
+    lend = worker_messages.Lend(1, "m", 1, True, columns.forms, 8, 1)
+    rows = (worker_messages.Row(1, (), failure),)
+    yield b"\x00" + wire.encode([messages.Hello(1, 1, "a", "memfd", True), messages.InferBatch("m", 0, columns, 5)])
+    yield b"\x01" + wire.encode([messages.Reply(1, 1, (tensor,), {"a": 1.5}), messages.LeaseEnd(1, failure)])
     yield b"\x01" + wire.encode([messages.ReplyBatch(1, columns), messages.FailBatch((3, 4), "INVALID_ARG", "text")])
-    yield b"\x02" + wire.encode([worker_messages.Execute(1, 0, (), False, True, columns, ("uid:1", "uid:1"))])
+    yield b"\x02" + wire.encode([worker_messages.Load(5, "m", 1, "m_0", "1", {"a": "b"}), lend])
+    yield b"\x02" + wire.encode([worker_messages.Execute(1, 0, (work,)), batch])
     yield b"\x03" + wire.encode([worker_messages.Done(1, (), (1, 2, 3, 4), columns=columns)])
-    work = worker_messages.Work(1, 1, (messages.Tensor("x", "FP32", (1,), (messages.Handle(1, 0, 4),)),), None, "uid:1")
-    load = worker_messages.Load(5, "m", 1, "m_0", "1", {"a": "b"})
-    yield b"\x02" + wire.encode([load, worker_messages.Execute(1, 0, (work,))])
-    form = messages.TensorForm("x", "FP32", (-1, 3))
-    yield b"\x00" + wire.encode([messages.Hello(1, 1, "name", "memfd", True)])
-    ended = messages.LeaseEnd(1, messages.Failure("MODEL_FAILED", "text"))
-    yield b"\x01" + wire.encode([messages.Lease(1, "m", 1, 8, True), ended, messages.LeaseEnd(2)])
-    yield b"\x02" + wire.encode([worker_messages.Lend(1, "m", 1, True, (form,), 8, 1), worker_messages.Revoke(1)])
-    yield b"\x03" + wire.encode([worker_messages.LeaseLogged(1), worker_messages.LeaseOver(1, True)])
-    row = worker_messages.Row(1, (), messages.Failure("INTERNAL", "text"))
-    yield b"\x03" + wire.encode([worker_messages.Done(1, (row,), (1, 2, 3, 4)), worker_messages.Started(1, 1)])
+    yield b"\x03" + wire.encode([worker_messages.Done(1, rows, (1, 2, 3, 4)), worker_messages.LeaseOver(1, True)])
 
 
 def _configs() -> Iterator[bytes]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shmserve.errors import ProtocolError
 from shmserve.protocol.batch_queue import BatchQueue
@@ -142,87 +140,3 @@ IRREGULAR = {
 def test_irregular_columns_are_refused(columns: Columns, audiences: tuple[str, ...]) -> None:
     with pytest.raises(ProtocolError, match="irregular columns"):
         BatchQueue().add(Execute(1, 0, (), False, False, columns, audiences))
-
-
-class Sender:
-    """A correct broker: at most one batch waits, and joins name its first number. Reports of the worker arrive late."""
-
-    def __init__(self, form: Callable[[Execute], Execute]) -> None:
-        self.form = form
-        self.waiting = BatchQueue()
-        self.number = 0
-        self.request = 0
-        self.pieces: list[tuple[int, list[int]]] = []  # pieces of the waiting batch, as far as the sender knows
-        self.reports: list[tuple[str, tuple[int, ...]]] = []
-        self.ran: list[int] = []
-        self.withdrawn: list[int] = []
-
-    def send(self, sizes: list[int]) -> None:
-        for index, size in enumerate(sizes):
-            self.number += 1
-            requests = list(range(self.request + 1, self.request + size + 1))
-            self.request += size
-            join = self.pieces[0][0] if self.pieces else 0
-            order = execute(self.number, *requests, join=join, more=index < len(sizes) - 1, open=True)
-            self.waiting.add(self.form(order))
-            self.pieces.append((self.number, requests))
-
-    def start(self) -> None:
-        batch = self.waiting.start()
-        if batch is not None:
-            self.ran += [work.request for work in batch.work_items]
-            self.reports.append(
-                ("started", (batch.number, batch.through, *(work.request for work in batch.work_items)))
-            )
-
-    def withdraw(self, requests: list[int]) -> None:
-        found = self.waiting.withdraw(tuple(requests))
-        self.withdrawn += found
-        self.reports.append(("withdrawn", found))
-
-    def receive(self) -> None:
-        if not self.reports:
-            return
-        what, numbers = self.reports.pop(0)
-        if what == "withdrawn":
-            self.pieces = [(number, [r for r in had if r not in numbers]) for number, had in self.pieces]
-            if not any(had for _, had in self.pieces):
-                self.pieces = []
-            return
-        first, through, *ran = numbers
-        assert first in [number for number, _ in self.pieces]
-        gone = [request for number, had in self.pieces if number <= through for request in had]
-        assert set(ran) <= set(gone)
-        # Requests with an unanswered Withdraw may be missing from the batch, and nothing else.
-        pending = {request for kind, found in self.reports if kind == "withdrawn" for request in found}
-        assert set(gone) - set(ran) <= pending | set(self.withdrawn)
-        self.pieces = [piece for piece in self.pieces if piece[0] > through]
-
-
-moves: st.SearchStrategy[tuple[str, list[int]]] = st.one_of(
-    st.lists(st.integers(1, 3), min_size=1, max_size=3).map(lambda sizes: ("send", sizes)),
-    st.just(("start", [])),
-    st.lists(st.integers(1, 12), max_size=4).map(lambda requests: ("withdraw", requests)),
-    st.just(("receive", [])),
-)
-
-
-@given(st.lists(moves, max_size=40), st.sampled_from(list(FORMS)))
-def test_broker_and_worker_agree_whenever_reports_arrive(steps: list[tuple[str, list[int]]], form: str) -> None:
-    sender = Sender(FORMS[form])
-    for what, value in steps:
-        if what == "send":
-            sender.send(value)
-        elif what == "withdraw":
-            sender.withdraw(value)
-        elif what == "start":
-            sender.start()
-        else:
-            sender.receive()
-    for _ in range(len(steps) * 3 + 1):
-        sender.start()
-    while sender.reports:
-        sender.receive()
-    # Each request ran once or was withdrawn once.
-    assert sorted(sender.ran + sender.withdrawn) == list(range(1, sender.request + 1))
-    assert not any(had for _, had in sender.pieces)
