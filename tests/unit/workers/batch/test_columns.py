@@ -305,17 +305,17 @@ def test_large_outputs_of_several_audiences_are_not_shared(width: int) -> None:
 
 
 @cases(
-    ([1, 1], INLINE_BYTES // 4, Columns),
-    ([1, 1], INLINE_BYTES // 4 + 1, list),
-    ([1, 3], INLINE_BYTES // 8, list),
+    ([1, 1], INLINE_BYTES // 4, True),
+    ([1, 1], INLINE_BYTES // 4 + 1, False),
+    ([1, 3], INLINE_BYTES // 8, False),
     ids=["at the limit", "larger", "several rows"],
 )
-def test_shares_above_the_inline_limit_are_not_in_columns(shares: list[int], width: int, kind: type) -> None:
+def test_shares_above_the_inline_limit_are_not_in_columns(shares: list[int], width: int, columnar: bool) -> None:
     case = Case(ONE, {"a": A}, lambda arrays: [np.zeros((sum(shares), width), np.float32)], True)
     columns, audiences = batch_of(case, ["a"], shares, 1)
     found, results = outcomes(case, False, WorkColumns(columns, audiences))
-    assert type(results) is kind
-    assert kind is Columns or type(results[-1].outputs[0].data) is tuple
+    assert isinstance(results, Columns) == columnar
+    assert columnar or type(results[-1].outputs[0].data) is tuple
     assert [outputs[0][2] for _, outputs, _ in found] == [(rows, width) for rows in shares]
 
 
