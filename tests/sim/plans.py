@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -31,23 +32,20 @@ def tensor(name: str, dims: tuple[int, ...] = (4,), dtype: str = "FP32", optiona
     return TensorSpec(name, dtype, dims, optional)
 
 
+X, Y = (tensor("x"),), (tensor("y"),)
+
+
 def policy(
     name: str = "m",
     max_batch: int = 8,
     batching: BatchPolicy | None = None,
-    inputs: tuple[TensorSpec, ...] = (tensor("x"),),
-    outputs: tuple[TensorSpec, ...] = (tensor("y"),),
-    retry: bool = True,
-    sequence: SequencePolicy | None = None,
-    steps: tuple[StepPolicy, ...] | None = None,
-    decoupled: bool = False,
-    cached: bool = False,
+    inputs: tuple[TensorSpec, ...] = X,
+    outputs: tuple[TensorSpec, ...] = Y,
+    **more: Any,
 ) -> ModelPolicy:
-    if batching is None and max_batch > 1 and sequence is None and steps is None:
+    if batching is None and max_batch > 1 and not more.keys() & {"sequence", "steps"}:
         batching = BatchPolicy()
-    return ModelPolicy(
-        name, 1, max_batch, inputs, outputs, batching, LIMIT_NS, retry, sequence, steps, decoupled, cached
-    )
+    return ModelPolicy(name, 1, max_batch, inputs, outputs, batching, LIMIT_NS, **more)
 
 
 def served(known: ModelPolicy, instances: int = 1, service: Service | None = None) -> SimModel:

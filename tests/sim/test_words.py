@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import fields
 
 from shmserve.errors import InvalidRequest
-from shmserve.sim import Affine, Bursts, Constant, Lognormal, Poisson, Replay, Service, Table, read_recording
+from shmserve.sim import Affine, Bursts, Constant, Faults, Lognormal, Poisson, Replay, Service, Table, read_recording
 from shmserve.sim.command import main, parser
 from shmserve.sim.service import PerElement, parse, read_table
 from tests import ROOT
@@ -196,10 +197,6 @@ def test_the_program_of_the_page_runs() -> None:
 
 
 def test_every_fault_is_documented_on_the_page_and_in_the_help() -> None:
-    from msgspec.structs import fields
-
-    from shmserve.sim import Faults
-
     told = parser().format_help()
     for field in fields(Faults):
         assert field.name in told

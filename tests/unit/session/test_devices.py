@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,12 +74,6 @@ class Server:
         return is_device(self.maps[handle.segment].name or "")
 
 
-class Exporter:
-    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
-        self.__cuda_array_interface__ = interface
-        self.owner = owner
-
-
 @pytest.fixture
 def runtime() -> Iterator[Any]:
     with standins() as (runtime, _):
@@ -143,7 +138,7 @@ def test_arrays_of_the_session_are_sent_without_a_copy(runtime: Any, session: Se
     write(x.__cuda_array_interface__, X)
     rest = {"data": (x.block.address + 4000, False), "shape": (4, 1000), "typestr": "<f4", "version": 3, "stream": 1}
     runtime.state.streams[1] = runtime.state.streams[0]
-    part = Exporter(rest, x)
+    part = SimpleNamespace(__cuda_array_interface__=rest, owner=x)
     infer(session, {"x": x, "part": part})
     (message,) = server.take()
     server.know(runtime)

@@ -196,9 +196,6 @@ class Twin:
                 client.open.add(infer.request)
                 if isinstance(message, InferBatch):
                     client.in_batches.add(infer.request)
-        self.turn(happened)
-
-    def turn(self, happened: list[tuple[int, Any]]) -> None:
         self.world.turn(happened)
 
     def finish(self, which: int, error: bool, took: int, columns: bool, rows_first: int) -> None:
@@ -224,14 +221,14 @@ class Twin:
     def cancel(self, which: int, pick: int) -> None:
         client = self.client(which)
         known = [*sorted(client.open), 999]
-        self.turn([(client.peer, Cancel(known[pick % len(known)]))])
+        self.world.turn([(client.peer, Cancel(known[pick % len(known)]))])
 
     def give_back(self, which: int) -> None:
         client = self.client(which)
         held = tuple(client.holds.elements())
         client.holds.clear()
         if held:
-            self.turn([(client.peer, Return(held))])
+            self.world.turn([(client.peer, Return(held))])
 
     def gone(self, which: int) -> None:
         client = self.client(which)
@@ -247,11 +244,11 @@ class Twin:
         """Deploys another generation of a model."""
         name = self.names[which % len(self.names)]
         served, instances, _ = MODELS[name]
-        self.turn([(0, events.Deploy(name, (self.world.target(served, source, instances),)))])
+        self.world.turn([(0, events.Deploy(name, (self.world.target(served, source, instances),)))])
 
     def drain(self) -> None:
         if not self.world.core.state.draining:
-            self.turn([(0, events.Drain(3600 * 1000 * MS))])
+            self.world.turn([(0, events.Drain(3600 * 1000 * MS))])
 
     # ------------------------------------------------------------------------------------ the end
 
@@ -278,7 +275,7 @@ class Twin:
                 assert not state.bytes
                 held = tuple(client.holds.elements())
                 if held:
-                    self.turn([(client.peer, Return(held))])
+                    self.world.turn([(client.peer, Return(held))])
                 world.gone(client)
         world.settle()
         assert not world.core.state.ledger.holds
@@ -423,20 +420,10 @@ class Writer:
         return Infer(self.numbers, name, 0, (tensor,), outputs, group.timeout_ms * 1000, options)
 
     def _form(self, spec: TensorSpec, group: Group) -> TensorForm:
-        dims: tuple[int, ...] = tuple(group.width if dim < 0 else dim for dim in spec.dims)
-        name, dtype = spec.name, spec.dtype
-        if group.odd == "name":
-            name = "unknown"
-        elif group.odd == "dtype":
-            dtype = "INT64"
-        elif group.odd == "strings":
-            dtype = "BYTES"
-        elif group.odd == "rank":
-            dims = (*dims, 2)
-        elif group.odd == "negative":
-            dims = (-1,)
-        elif group.odd == "wide":
-            dims = (2**62, 4)
+        whole: tuple[int, ...] = tuple(group.width if dim < 0 else dim for dim in spec.dims)
+        name = "unknown" if group.odd == "name" else spec.name
+        dtype = {"dtype": "INT64", "strings": "BYTES"}.get(group.odd, spec.dtype)
+        dims = {"rank": (*whole, 2), "negative": (-1,), "wide": (2**62, 4)}.get(group.odd, whole)
         return TensorForm(name, dtype, dims)
 
     def _bytes(self, form: TensorForm, item: Item) -> bytes:
@@ -452,11 +439,10 @@ class Writer:
 
 class Pair:
     def __init__(self, names: list[str], limits: Limits) -> None:
+        order = names
         if "chain" in names:
             names = ["chain", *[name for name in names if name != "chain"]]
             order = ["plain", "pair", *[name for name in names if name not in ("plain", "pair")]]
-        else:
-            order = names
         self.batched, self.single = Twin(order, limits, True), Twin(order, limits, False)
         self.writer = Writer(names)
 

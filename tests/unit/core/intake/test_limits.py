@@ -38,22 +38,17 @@ from shmserve.protocol.roles import ALL_ROLES
 from tests import ROOT
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.policies import plain
-from tests.support.core.world import World
+from tests.support.core.world import Recorded, World
 from tests.support.hypothesis_profiles import examples
 
 
-class Crowded(World):
-    """A world with a model that runs one request at a time, and a list of all sent messages."""
+class Crowded(Recorded):
+    """A world with a model that runs one request at a time."""
 
     def __init__(self, **limits: Any) -> None:
         super().__init__(Limits(**limits))
-        self.sent: list[tuple[int, Any]] = []
         self.numbers = 0
         self.deploy(plain(max_batch=1))
-
-    def _send(self, effect: Any) -> None:
-        self.sent.append((effect.peer, effect.message))
-        super()._send(effect)
 
     def ask(self, client: FakeClient) -> None:
         self.numbers += 1
@@ -61,9 +56,6 @@ class Crowded(World):
 
     def fails(self, client: FakeClient) -> list[Fail]:
         return [answer for answer in client.answers.values() if isinstance(answer, Fail)]
-
-    def goodbyes(self, client: FakeClient) -> list[Goodbye]:
-        return [m for peer, m in self.sent if peer == client.peer and isinstance(m, Goodbye)]
 
 
 def check_refused(answers: list[Any], name: str, *numbers: int) -> None:
@@ -149,8 +141,8 @@ def test_errors_of_one_message_beyond_the_limit_disconnect_once() -> None:
     client = world.connect("a")
     unknown = Handle(77, 0, 64)
     world.turn([(client.peer, Return((unknown,) * 20 * BURST_S))])
-    check_refused(world.goodbyes(client), "client_errors", 5)
-    assert len(world.goodbyes(client)) == 1
+    (goodbye,) = [effect.message for effect in world.of(Send) if isinstance(effect.message, Goodbye)]
+    check_refused([goodbye], "client_errors", 5)
     assert len(client.errors) == 5 * BURST_S + 1
 
 
