@@ -113,10 +113,6 @@ def test_output_numbers_are_shown_as_a_table(tab: Tab, site: Site, tmp_path: Pat
     run(tab, "table")
     cells = "[...document.querySelectorAll('[data-output=y] tbody td')].map((cell) => cell.textContent)"
     assert tab.evaluate(cells)[-2:] == ["1.5", "-2.25"]
-    (found,) = json.loads(shell(tab, tmp_path, site, "-2.25"))["outputs"]
-    assert found["data"] in ([1.5, -2.25], [[1.5, -2.25]])
-    printed = execute([sys.executable, "-c", code(tab, "python", "-2.25")], tmp_path, site)
-    assert "-2.25" in printed
     if not PYTHON.exists():
         pytest.skip(ABSENT)
     printed = execute([str(PYTHON), "-c", code(tab, "tritonclient", "-2.25")], tmp_path, site)

@@ -212,7 +212,7 @@ def certificate(authority: trustme.CA) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def secured(built: str, models: Path, tmp_path: Path) -> Iterator[tuple[Pod, Secret, str, str]]:
+def secured(built: str, volumes: dict[str, Path], tmp_path: Path) -> Iterator[tuple[Pod, Secret, str, str]]:
     """A pod, the secret with the tokens, a line of that secret, and the line's token."""
     spec = one("overlays/production", "Deployment")["spec"]["template"]["spec"]
     # The models are a volume, because the store of the overlay cannot be reached.
@@ -221,14 +221,11 @@ def secured(built: str, models: Path, tmp_path: Path) -> Iterator[tuple[Pod, Sec
     container["args"], container["envFrom"] = of_base["args"], []
     container["volumeMounts"] += [mount for mount in of_base["volumeMounts"] if mount["name"] == "models"]
     spec["volumes"].append({"name": "models"})
-    config = tmp_path / "config"
-    config.mkdir()
-    (config / "shmserve.toml").write_text(one("base", "ConfigMap")["data"]["shmserve.toml"])
     tls, tokens = Secret(tmp_path / "tls"), Secret(tmp_path / "tokens")
     tls.write(certificate(trustme.CA()))
     token, line = new_token("alice", "infer,observe")
     tokens.write({"tokens": line.encode()})
-    files = {"config": config, "models": models, "tls": tls.folder, "tokens": tokens.folder}
+    files = volumes | {"tls": tls.folder, "tokens": tokens.folder}
     with running(tmp_path, spec, files) as pod:
         yield pod, tokens, line, token
 
