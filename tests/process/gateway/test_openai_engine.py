@@ -189,31 +189,6 @@ TOOLS: Any = [
 ]
 
 
-@pytest.mark.parametrize("choice", ["required", "weather"])
-@pytest.mark.parametrize("parallel", [None, False])
-def test_demanded_tool_calls(client: Any, choice: str, parallel: bool | None) -> None:
-    """The network is random, so that only the schema makes its text a call."""
-    given: dict[str, Any] = {"model": "text", "messages": CHAT, "tools": TOOLS, "n": 2, "seed": 3, "max_tokens": 400}
-    given["tool_choice"] = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
-    if parallel is not None:
-        given["parallel_tool_calls"] = parallel
-    found = [(one.finish_reason, one.message) for one in client.chat.completions.create(**given).choices]
-    with client.chat.completions.stream(**given) as stream:
-        streamed = stream.get_final_completion().choices
-    found += [(one.finish_reason, one.message) for one in streamed]
-    for reason, message in found:
-        calls = message.tool_calls
-        assert (reason, message.content or "") == ("tool_calls", "")
-        assert len({call.id for call in calls}) == len(calls) >= 1
-        assert parallel is None or len(calls) == 1
-        for call in calls:
-            arguments = json.loads(call.function.arguments)
-            if choice == "weather" or call.function.name == "weather":
-                jsonschema.validate(arguments, WEATHER)
-            else:
-                assert (call.function.name, arguments) == ("now", {})
-
-
 @pytest.mark.parametrize("choice", ["weather", "now"])
 def test_functions_are_tools(client: Any, choice: str) -> None:
     """OpenAI's older fields: the message has the arguments of the same call, and may be sent back with its result."""
@@ -232,16 +207,6 @@ def test_functions_are_tools(client: Any, choice: str) -> None:
     history = [*CHAT, found.message, {"role": "function", "name": choice, "content": "warm"}]
     answer = client.chat.completions.create(**given | {"messages": history, "function_call": "none", "max_tokens": 3})
     assert answer.usage.completion_tokens == 3
-
-
-def test_structured_outputs_of_vllm(client: Any) -> None:
-    given: dict[str, Any] = {
-        "model": "text",
-        "max_tokens": 20,
-        "extra_body": {"structured_outputs": {"choice": ["yes"]}},
-    }
-    assert client.completions.create(prompt="Is it?", **given).choices[0].text == "yes"
-    assert client.chat.completions.create(messages=CHAT, **given).choices[0].message.content == "yes"
 
 
 def test_the_last_message_is_continued(client: Any) -> None:
@@ -266,20 +231,6 @@ def test_tokens_of_a_prompt_are_those_that_the_model_sees(client: Any, expected:
 def test_a_large_prompt_is_tokenized(client: Any) -> None:
     text = "abc" * 100_000
     assert post(client, "/tokenize", model="text", prompt=text)["count"] == 2 + len(text)
-    with pytest.raises(openai.BadRequestError, match="the limit to tokenize is 1048576"):
-        post(client, "/tokenize", model="text", prompt=4 * text)
-
-
-@cases(
-    ("/tokenize", {}, "either 'prompt' or 'messages' is required"),
-    ("/tokenize", {"prompt": "a", "add_special_tokens": False}, "supported as true for a prompt"),
-    ("/tokenize", {"prompt": "a", "tokens": []}, "Unrecognized request argument supplied: tokens"),
-    ("/detokenize", {"tokens": []}, "Invalid value for 'tokens'"),
-    ("/detokenize", {"tokens": [1 << 30]}, "llama.cpp: "),
-)
-def test_refused_conversions(path: str, given: Any, text: str, client: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match=text):
-        post(client, path, model="text", **given)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
@@ -296,8 +247,6 @@ def test_embeddings(client: Any, repository: Path, pooling: str) -> None:
     cut = client.embeddings.create(model=pooling, input="Hello", dimensions=8, encoding_format="float").data[0]
     assert len(cut.embedding) == 8
     assert sum(value * value for value in cut.embedding) == pytest.approx(1, abs=1e-5)
-    with pytest.raises(openai.BadRequestError, match=r"llama.cpp: .*\(602 tokens\)"):
-        client.embeddings.create(model=pooling, input=["a", "a" * 600])
     for limit, length in ((-1, 509), (100, 98)):  # a token begins each text, and a space
         texts, own = ["a" * 600, "a" * length, "b"], {"truncate_prompt_tokens": limit}
         cut = client.embeddings.create(model=pooling, input=texts, extra_body=own)
@@ -320,8 +269,6 @@ def test_reranking(client: Any, repository: Path) -> None:
     found = post(client, "/v1/score", model="rank", text_1="Why?", text_2=documents)
     assert [one["score"] for one in found["data"]] == pytest.approx(scores, abs=5e-3)
     assert found["usage"]["prompt_tokens"] > sum(map(len, documents))
-    with pytest.raises(openai.BadRequestError, match="exceeds the available context size"):
-        post(client, "/v1/rerank", model="rank", query="Why?", documents=["a" * 600])
 
 
 def flat(choice: Any) -> Any:
@@ -367,18 +314,6 @@ def test_tool_calls_of_responses(client: Any, choice: Any) -> None:
     assert client.responses.create(model="text", input=history, max_output_tokens=3).usage.output_tokens == 3
 
 
-@cases(
-    ({"previous_response_id": "resp_1"}, "this server keeps no responses"),
-    ({"tools": [{"type": "web_search"}]}, "tools of the type 'web_search' are not supported"),
-    ({"input": [{"type": "image"}]}, "items of the type 'image' are not supported"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "an image that is not in base64"),
-    ({"extra_body": {"tokens": 1}}, "Unrecognized request argument supplied: tokens"),
-)
-def test_refused_responses(given: dict[str, Any], text: str, client: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match=text):
-        client.responses.create(**{"model": "text", "input": "a"} | given)
-
-
 def test_images(client: Any, claude: Any, server: Server, repository: Path) -> None:
     """In all APIs, the engine sees the images of a chat at their places."""
     pictures = [picture(colour) for colour in ("red", "blue")]
@@ -401,11 +336,36 @@ def test_images(client: Any, claude: Any, server: Server, repository: Path) -> N
         model="eyes", messages=[{"role": "user", "content": parts}], max_tokens=24, extra_body={"temperature": 0}
     )
     assert message.content[0].text == expected[0]
-    broken: Any = [{"role": "user", "content": [{**first, "image_url": {"url": "data:image/png;base64,AAAA"}}]}]
-    with pytest.raises(openai.BadRequestError, match="image"):
-        client.chat.completions.create(messages=broken, **sampling)
-    with pytest.raises(openai.BadRequestError, match="model 'text' cannot see images: it has no input 'image'"):
-        client.chat.completions.create(messages=given, **SAMPLING)
+
+
+RESPONSES = "/v1/responses"
+BROKEN = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]
+
+
+@cases(
+    ("/tokenize", {}, "either 'prompt' or 'messages' is required"),
+    ("/tokenize", {"prompt": "a", "add_special_tokens": False}, "supported as true for a prompt"),
+    ("/tokenize", {"prompt": "a", "tokens": []}, "Unrecognized request argument supplied: tokens"),
+    ("/tokenize", {"prompt": "abc" * 400_000}, "the limit to tokenize is 1048576"),
+    ("/detokenize", {"tokens": []}, "Invalid value for 'tokens'"),
+    ("/detokenize", {"tokens": [1 << 30]}, "llama.cpp: "),
+    ("/v1/embeddings", {"model": "mean", "input": ["a", "a" * 600]}, r"llama.cpp: .*\(602 tokens\)"),
+    ("/v1/embeddings", {"model": "cls", "input": ["a", "a" * 600]}, r"llama.cpp: .*\(602 tokens\)"),
+    ("/v1/rerank", {"model": "rank", "query": "Why?", "documents": ["a" * 600]}, "the available context size"),
+    ("/v1/chat/completions", {"model": "eyes", "messages": BROKEN}, "image"),
+    ("/v1/chat/completions", {"messages": BROKEN}, "model 'text' cannot see images: it has no input 'image'"),
+    (RESPONSES, {"previous_response_id": "resp_1"}, "this server keeps no responses"),
+    (f"{RESPONSES}/input_tokens", {"previous_response_id": "resp_1"}, "this server keeps no responses"),
+    (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools of the type 'web_search' are not supported"),
+    (RESPONSES, {"input": [{"type": "image"}]}, "items of the type 'image' are not supported"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "an image that is not in base64"),
+    (RESPONSES, {"tokens": 1}, "Unrecognized request argument supplied: tokens"),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refused_requests(path: str, given: Any, text: str, client: Any) -> None:
+    more = {"input": "a"} if path.startswith(RESPONSES) else {}
+    with pytest.raises(openai.BadRequestError, match=text):
+        post(client, path, **{"model": "text"} | more | given)
 
 
 @cases(
@@ -428,33 +388,23 @@ def claude(server: Server) -> Iterator[Any]:
         yield made
 
 
-def test_messages(claude: Any, expected: list[str]) -> None:
-    given: dict[str, Any] = {"model": "text", "system": "Be brief.", "max_tokens": 24, "extra_body": {"temperature": 0}}
-    found = claude.messages.create(messages=[{"role": "user", "content": "Why?"}], **given)
-    assert (found.stop_reason, found.usage.output_tokens) == ("max_tokens", 24)
-    assert [(block.type, block.text) for block in found.content] == [("text", expected[-1])]
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}]
-    with claude.messages.stream(messages=parts, **given) as stream:
-        assert "".join(stream.text_stream) == expected[-1]
-        streamed = stream.get_final_message()
-    assert [block.text for block in streamed.content] == [expected[-1]]
-    assert (streamed.stop_reason, streamed.usage.output_tokens) == ("max_tokens", 24)
-
-
 @pytest.mark.parametrize("at", [None, 5])
-def test_stop_sequences(client: Any, claude: Any, expected: list[str], at: int | None) -> None:
+def test_messages_and_stop_sequences(client: Any, claude: Any, expected: list[str], at: int | None) -> None:
     """The reason names the one that has ended the message; none has if the model ends it, or the limit."""
     stop = expected[-1][at : at + 3] if at is not None else "never"
     kept = expected[-1].partition(stop)[0]
     given: dict[str, Any] = {"model": "text", "system": "Be brief.", "max_tokens": 24, "extra_body": {"temperature": 0}}
-    given |= {"messages": [{"role": "user", "content": "Why?"}], "stop_sequences": ["not this", stop]}
+    parts = [{"type": "text", "text": "Why?"}]
+    given |= {"messages": [{"role": "user", "content": parts}], "stop_sequences": ["not this", stop]}
     found = claude.messages.create(**given)
     with claude.messages.stream(**given) as stream:
+        assert "".join(stream.text_stream) == kept
         streamed = stream.get_final_message()
     for message in found, streamed:
         assert "".join(block.text for block in message.content) == kept
         reason = ("max_tokens", None) if at is None else ("stop_sequence", stop)
         assert (message.stop_reason, message.stop_sequence) == reason
+        assert at is not None or message.usage.output_tokens == 24
     asked: dict[str, Any] = {"messages": CHAT, "stop": ["not this", stop], **SAMPLING}
     *_, chunk = client.chat.completions.create(stream=True, **asked)
     for one in client.chat.completions.create(**asked).choices[0], chunk.choices[0]:
@@ -478,8 +428,6 @@ def test_tokens_of_messages(client: Any, claude: Any) -> None:
     for given in messages, "Why?":
         found = client.responses.input_tokens.count(model="text", instructions="Be brief.", input=given)
         assert (found.object, found.input_tokens) == ("response.input_tokens", counted)
-    with pytest.raises(openai.BadRequestError, match="this server keeps no responses"):
-        client.responses.input_tokens.count(model="text", input="Why?", previous_response_id="resp_1")
     with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
         claude.messages.count_tokens(model="nothing", messages=messages)
 

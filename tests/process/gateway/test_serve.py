@@ -1,10 +1,12 @@
-"""`shmserve serve` and its gateways, as real processes: gateways start, restart and stop with the server.
+"""`shmserve serve` and its gateways, as real processes: gateways start, restart and stop with the server. When it stops
+without the requests in flight, clients of the network endpoints get an error, not the end of their connection.
 
 The tests wait for a line of the server's log, or for the end of a process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,16 +14,31 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
 
+import grpc
+import numpy as np
 import pytest
 
 import shmserve
 from shmserve.testing import Server
 from tests.support.cases import cases
-from tests.support.gateway.served_gateways import ANY_PORTS, END_S, WAITING_REQUEST, Serving, ask, gateways_of, serving
+from tests.support.gateway.rpc import Rpcs, infer_request
+from tests.support.gateway.served_gateways import (
+    ANY_PORTS,
+    END_S,
+    WAITING_REQUEST,
+    Serving,
+    ask,
+    gateways_of,
+    serving,
+    waiting_model,
+)
 from tests.support.launch import await_end, descriptors_of, identity
-from tests.support.living import PYTHON
+from tests.support.living import PYTHON, until
 from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
@@ -32,6 +49,23 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("models")
     identity(place, "same")
     return place
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """The named pipe that releases the model `waits`, in tmp_path/models."""
+    os.mkfifo(made := tmp_path / "gate")
+    write_model(tmp_path / "models", "waits", PYTHON, waiting_model(made))
+    return made
+
+
+@contextlib.contextmanager
+def served(repository: Path, place: Path, *options: str) -> Iterator[tuple[Serving, int]]:
+    """A server that is ready, and its port for HTTP."""
+    with serving(repository, place, *ANY_PORTS, *options) as server:
+        port = int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1])
+        server.until("ready: serving 1 of 1")
+        yield server, port
 
 
 def test_a_killed_gateway_is_restarted_on_its_port_and_stops_with_the_server(repository: Path, tmp_path: Path) -> None:
@@ -93,9 +127,7 @@ def test_a_gateway_that_cannot_start_ends_the_server(repository: Path, tmp_path:
 def test_log_and_trace_settings_are_changed_over_http(repository: Path, tmp_path: Path) -> None:
     file = tmp_path / "traces.json"
     options = ("--http-roles", "infer,observe,operate", "--trace-config", f"triton,file={file}")
-    with serving(repository, tmp_path, *ANY_PORTS, *options) as server:
-        port = int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1])
-        server.until("ready: serving 1 of 1")
+    with served(repository, tmp_path, *options) as (server, port):
         asked, told = ask(port, "/v2/logging", {"log_format": "json", "log_verbose_level": 2})
         assert (asked, json.loads(told)["log_verbose_level"]) == (200, 2)
         assert json.loads(server.until("log settings changed").string)["log_format"] == "json"
@@ -215,3 +247,72 @@ def listening(pid: int) -> set[str]:
                 address = ".".join(map(str, bytes.fromhex(place)[::-1])) if table == "tcp" else place
                 found.add(f"{address}:{int(port, 16)}")
     return found
+
+
+STOPPED = "the server stopped before this request completed (--exit-timeout-secs)"
+PART_OF_A_REQUEST = b"POST /v2/models/waits/infer HTTP/1.1\r\nHost: h\r\nContent-Length: 1000\r\n\r\n{"
+
+
+@contextlib.contextmanager
+def requests_in_flight(gate: Path, *options: str) -> Iterator[Serving]:
+    """A request over HTTP and one over gRPC that the model never answers, and an incomplete one over HTTP. The test
+    stops the server, and all of them get an error."""
+    with contextlib.ExitStack() as stack:
+        server, http_port = stack.enter_context(served(gate.with_name("models"), gate.parent, *options))
+        grpc_port = int(server.until(r"gRPC on 127.0.0.1, port (\d+)")[1])
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        answer = pool.submit(ask, http_port, "/v2/models/waits/infer", WAITING_REQUEST)
+        incomplete = stack.enter_context(socket.create_connection(("127.0.0.1", http_port), END_S))
+        incomplete.sendall(PART_OF_A_REQUEST)
+        rpcs = stack.enter_context(Rpcs(grpc_port))
+        x = np.array([[7]], np.float32)
+        call = rpcs.ModelInfer.future(infer_request("waits", {"x": ("FP32", x, x.tobytes())}))
+        stack.enter_context(gate.open("w"))  # blocks until the model has the first request
+        with shmserve.Client(runtime_dir=server.runtime_dir) as client:
+            until(client, lambda: client.activity()["server"]["in_flight"] == 2, "both requests")
+        yield server
+        status, body = answer.result(END_S)
+        assert (status, json.loads(body)["error"]) == (503, STOPPED)
+        assert incomplete.recv(4096).startswith(b"HTTP/1.1 503 ")
+        failed = call.exception(END_S)
+        assert (failed.code(), failed.details()) == (grpc.StatusCode.UNAVAILABLE, STOPPED)
+        assert server.end() == 0, "after its clients"
+
+
+def test_a_request_in_flight_is_answered_before_the_server_stops(gate: Path, tmp_path: Path) -> None:
+    with served(tmp_path / "models", tmp_path) as (server, port), ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, port, "/v2/models/waits/infer", WAITING_REQUEST)
+        with gate.open("w"):  # opens once the model waits at the gate
+            server.process.send_signal(signal.SIGTERM)
+            server.until(r"\[gateway\] shutting down: new requests are refused")
+            assert server.process.poll() is None, "it waits for its gateway"
+        status, body = answer.result(END_S)
+    assert (status, json.loads(body)["outputs"][0]["data"]) == (200, [7])
+
+
+def test_an_idle_connection_is_answered_once_more_while_the_server_stops(repository: Path, tmp_path: Path) -> None:
+    with served(repository, tmp_path, "--http-keep-idle", "true") as (server, port):
+        caller = HTTPConnection("127.0.0.1", port, timeout=END_S)
+        for connection in (None, "close"):
+            caller.request("GET", "/v2/models/same/ready")
+            answer = caller.getresponse()
+            answer.read()
+            assert (answer.status, answer.getheader("Connection")) == (200, connection)
+            if connection is None:
+                server.process.send_signal(signal.SIGTERM)
+                server.until(r"\[gateway\] shutting down: new requests are refused")
+        assert server.end() == 0, "it waits for nothing else"
+
+
+def test_requests_in_flight_are_answered_at_a_second_ctrl_c(gate: Path) -> None:
+    with requests_in_flight(gate, "--exit-timeout-secs", "3600") as server:
+        server.process.send_signal(signal.SIGINT)
+        server.until("for up to 3600 s; Ctrl-C again fails them")
+        server.until(r"\[gateway\] shutting down: new requests are refused")
+        server.process.send_signal(signal.SIGINT)
+        server.until(r"SIGINT again: failing the \d request\(s\) in flight")
+
+
+def test_requests_in_flight_are_answered_at_the_exit_timeout(gate: Path) -> None:
+    with requests_in_flight(gate, "--exit-timeout-secs", "0.5") as server:
+        server.process.send_signal(signal.SIGTERM)
