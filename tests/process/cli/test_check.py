@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import shlex
 import signal
@@ -22,6 +23,7 @@ from shmserve.repo import samples
 from tests.support import commands
 from tests.support.commands import COMMAND
 from tests.support.docs import pages
+from tests.support.ensemble_models import config_text, ensemble
 from tests.support.launch import identity
 from tests.support.model_files import python_model, write_model
 from tests.support.system.terminal import Terminal
@@ -30,20 +32,7 @@ pytestmark = pytest.mark.process
 
 END_S = 60
 
-PYTHON = """backend: "python"
-input [ { name: "x" data_type: TYPE_FP32 dims: [ 3 ] } ]
-output [ { name: "y" data_type: TYPE_FP32 dims: [ 3 ] } ]
-"""
-ENSEMBLE = """platform: "ensemble"
-input [ { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] } ]
-output [ { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] } ]
-ensemble_scheduling { step [ {
-  model_name: "adds"
-  model_version: -1
-  input_map { key: "a" value: "IN" }
-  output_map { key: "b" value: "OUT" }
-} ] }
-"""
+PYTHON = config_text("python", "x:FP32:[3]", "y:FP32:[3]")
 ADDS = """class TritonPythonModel:
     @staticmethod
     def auto_complete_config(config):
@@ -105,8 +94,8 @@ def test_problems_are_printed_below_their_model_or_alone_with_quiet(mixed: Path)
 good  ok
 lost  2 errors, 1 warning
   models/lost/1: has no file 'model.py': the directory is empty
-  models/lost/config.pbtxt:4:1: warning: {WARNING}
-  models/lost/config.pbtxt:5:1: max_batch_size: found -2, expected 0 or more
+  models/lost/config.pbtxt:2:1: warning: {WARNING}
+  models/lost/config.pbtxt:3:1: max_batch_size: found -2, expected 0 or more
 typo  1 error
   models/typo/config.pbtxt:1:1: backnd: ModelConfig has no such field; did you mean "backend"?
 3 models checked, 3 errors, 2 warnings
@@ -114,11 +103,11 @@ typo  1 error
         "",
     )
     errors = """models/lost/1: has no file 'model.py': the directory is empty
-models/lost/config.pbtxt:5:1: max_batch_size: found -2, expected 0 or more
+models/lost/config.pbtxt:3:1: max_batch_size: found -2, expected 0 or more
 models/typo/config.pbtxt:1:1: backnd: ModelConfig has no such field; did you mean "backend"?
 """
     assert run("models", "--quiet", code=1) == (errors, "")
-    assert f"models/lost/config.pbtxt:4:1: warning: {WARNING}" in run("models", "--quiet", "--strict", code=1)[0]
+    assert f"models/lost/config.pbtxt:2:1: warning: {WARNING}" in run("models", "--quiet", "--strict", code=1)[0]
 
 
 def test_exit_codes_and_last_lines(tmp_path: Path) -> None:
@@ -149,8 +138,7 @@ def test_each_model_is_loaded(tmp_path: Path, temporary: Path) -> None:
     python(root, "imports", "import nowhere_to_be_found")
     python(root, "crash", 'print("about to crash"); os.abort()')
     write_model(root, "adds", 'backend: "python"', ADDS)
-    identity(root, "ensemble")
-    (root / "ensemble" / "config.pbtxt").write_text(ENSEMBLE)
+    ensemble(root, "ensemble", "IN", "OUT", "adds(a:IN)->(b:OUT)")
     without = run(root, code=1)[0].splitlines()
     assert [line.split()[:2] for line in without[:3]] == [[name, "ok"] for name in ("adds", "crash", "ensemble")]
 
@@ -164,7 +152,7 @@ def test_each_model_is_loaded(tmp_path: Path, temporary: Path) -> None:
     assert why in lines
     assert f"  {root}/imports/1: could not be loaded: " in out
     assert "      | ModuleNotFoundError: No module named 'nowhere_to_be_found'" in lines
-    assert f"  {root}/ensemble/config.pbtxt:7:" in out
+    assert f"  {root}/ensemble/config.pbtxt:1:" in out
     assert 'ensemble_scheduling.step[0].input_map["a"]: input "a" of model "adds" is TYPE_FP64' in out
     told = {tuple(line.split()[1:4]) for line in err.splitlines()}
     assert ("good", "1", "READY") in told
@@ -176,8 +164,7 @@ def test_models_of_two_namespaces_are_loaded(tmp_path: Path, temporary: Path) ->
     write_model(one, "adds", 'backend: "python"', ADDS.replace("FP64", "FP32"))
     write_model(two, "adds", 'backend: "python"', ADDS)
     for root in (one, two):
-        identity(root, "ensemble")
-        (root / "ensemble" / "config.pbtxt").write_text(ENSEMBLE)
+        ensemble(root, "ensemble", "IN", "OUT", "adds(a:IN)->(b:OUT)")
     python(two, "fails", "raise ValueError")
     out = run(one, two, "--load", "--model-namespacing", code=1)[0]
     assert [line.split(maxsplit=1) for line in out.splitlines() if not line.startswith(" ")] == [
@@ -185,7 +172,9 @@ def test_models_of_two_namespaces_are_loaded(tmp_path: Path, temporary: Path) ->
         *(["one/ensemble", "ok"], ["two/ensemble", "1 error"], ["two/fails", "1 error"]),
         ["5", "models checked, 2 errors"],
     ]
-    assert f'{two}/ensemble/config.pbtxt:7:13: ensemble_scheduling.step[0].input_map["a"]: input "a"' in out
+    assert re.search(
+        rf'{two}/ensemble/config.pbtxt:1:\d+: ensemble_scheduling.step\[0\].input_map\["a"\]: input "a"', out
+    )
     assert f"  {two}/fails/1: could not be loaded: " in out
     identity(tmp_path / "more" / "one", "m")
     error = run(one, tmp_path / "more" / "one", "--model-namespacing", code=2)[1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import os
 import signal
@@ -18,8 +16,8 @@ from shmserve.errors import DeadlineExceeded
 from shmserve.testing import Server
 from tests.support.commands import COMMAND, run
 from tests.support.gateway.rpc import Rpcs, message
+from tests.support.gateway.served_gateways import ask
 from tests.support.living import identity, until
-from tests.support.patience import PATIENCE_S
 from tests.support.system.terminal import Terminal
 
 pytestmark = pytest.mark.process
@@ -47,25 +45,17 @@ def client(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[shmserve
         made.undrain()
 
 
-def http_status(server: Server, path: str) -> int:
-    with contextlib.closing(http.client.HTTPConnection(server.endpoints["http"], timeout=PATIENCE_S)) as connection:
-        connection.request("GET", path)
-        return connection.getresponse().status
+def shown(server: Server) -> tuple[Any, ...]:
+    """What the endpoints say of the server and its model."""
+    http, grpc = (int(server.endpoints[name].rpartition(":")[2]) for name in ("http", "grpc"))
+    paths = "/v2/health/ready", "/v2/health/live", "/v2/models/plain/ready"
+    with Rpcs(grpc) as rpcs:
+        ready = rpcs.ServerReady(message("ServerReadyRequest")).ready
+        health = rpcs.Check(message("grpc.health.v1.HealthCheckRequest")).status
+    return (*[ask(http, path)[0] for path in paths], ready, health)
 
 
-def shown(server: Server) -> dict[str, Any]:
-    with Rpcs(int(server.endpoints["grpc"].rpartition(":")[2])) as rpcs:
-        return {
-            "http": http_status(server, "/v2/health/ready"),
-            "live": http_status(server, "/v2/health/live"),
-            "model": http_status(server, "/v2/models/plain/ready"),
-            "grpc": rpcs.ServerReady(message("ServerReadyRequest")).ready,
-            "health": rpcs.Check(message("grpc.health.v1.HealthCheckRequest")).status,
-        }
-
-
-IN = {"http": 200, "live": 200, "model": 200, "grpc": True, "health": 1}
-OUT = {"http": 400, "live": 200, "model": 200, "grpc": False, "health": 2}
+IN, OUT = (200, 200, 200, True, 1), (400, 200, 200, False, 2)
 
 
 def test_drain_takes_the_server_out_of_service_and_undrain_puts_it_back(

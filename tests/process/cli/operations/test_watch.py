@@ -1,9 +1,10 @@
-"""`shmserve models` for some models, and commands with --watch."""
+"""`shmserve models` on terminals and for some models, and commands with --watch."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -14,8 +15,11 @@ from shmserve.testing import Server
 from tests.support.commands import COMMAND, IMPATIENT
 from tests.support.living import identity
 from tests.support.patience import PATIENCE_S
+from tests.support.system.terminal import Terminal
 
 pytestmark = pytest.mark.process
+
+ESCAPE = re.compile(r"\x1b\[[\d;?]*[a-zA-Z]")
 
 
 def write_models(root: Path) -> None:
@@ -25,6 +29,18 @@ def write_models(root: Path) -> None:
 
 def words(server: Server, *more: str) -> list[str]:
     return ["models", "--url", server.url, *more]
+
+
+@pytest.mark.parametrize("columns", [60, 250])
+def test_tables_have_the_width_and_the_colours_of_the_terminal(server: Server, columns: int) -> None:
+    """tests/unit/terminal covers what is shown in which width, and what decides on colours."""
+    with Terminal([*COMMAND, *words(server)], columns, 24, {"TERM": "xterm"}) as terminal:
+        terminal.ends()
+    shown = terminal.raw.decode().replace("\r\n", "\n")
+    text = ESCAPE.sub("", shown)
+    assert text != shown
+    assert max(map(len, text.splitlines())) <= columns
+    assert ("second" in text, "not shown in" in text) == (True, columns == 60)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
