@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import onnxruntime
 import pytest
 
 import shmserve
@@ -86,14 +85,6 @@ def test_the_printed_commands_work(site: Site) -> None:
         assert serve == ["shmserve", "serve", "--model-repository", str(site.folder / "models")]
         answer = json.loads(run(*infer[1:], "--json", "--runtime-dir", site.server.runtime_dir))
         assert answer["outputs"], name
-
-
-def test_onnx(client: shmserve.Client) -> None:
-    x = np.random.default_rng(1).random((5, 64), np.float32)
-    (expected,) = onnxruntime.InferenceSession(MLP).run(None, {"x": x})
-    np.testing.assert_allclose(client.infer("mlp", {"x": x})["y"], expected, rtol=1e-5)
-    config = client.config("mlp")
-    assert (config["max_batch_size"], config["input"][0]["dims"]) == (8, [64])
 
 
 def test_python(client: shmserve.Client) -> None:
