@@ -25,7 +25,9 @@ from shmserve.shm.extents.base import Extent, MappedExtent
 from tests.support.leaks import count_descriptors, own_names
 
 SHARED: dict[str, Callable[[int], Extent]] = {"memfd": memfd.create, "posix": posix.create}
-MAKERS = SHARED | {"memfd-future-write": lambda size: memfd.create(size, seal_future_write=True)}
+MAKERS: dict[str, Callable[[int], Extent]] = SHARED | {
+    "memfd-future-write": lambda size: memfd.create(size, seal_future_write=True)
+}
 SIZE = MIB = 1 << 20
 U8, F32 = np.dtype("uint8"), np.dtype("float32")
 
