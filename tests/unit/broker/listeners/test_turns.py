@@ -12,27 +12,40 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shmserve.broker.link import PeerLink
 from shmserve.broker.listeners import fair_turns
 from shmserve.broker.listeners.client_flow import ClientContext, ClientFlow
-from shmserve.broker.listeners.fair_turns import MESSAGES, SHARE, ClientTurns
+from shmserve.broker.listeners.fair_turns import MESSAGES, SHARE, ClientTurns, split, weight
 from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, USERS, OutputBacklog
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
+    BATCH_REQUESTS,
     PACKET_BYTES,
     PACKET_MESSAGES,
     Answer,
     BrokerMessage,
     ClientMessage,
+    Columns,
     Goodbye,
+    InferBatch,
     Map,
     Ping,
+    TensorForm,
 )
 from tests.support.manual_loop import ManualLoop
 
+FULL = PACKET_MESSAGES // BATCH_REQUESTS
 CODEC = codec.Codec(ClientMessage, PACKET_MESSAGES)
 ANSWERS = codec.Codec(BrokerMessage)
+
+
+def batch(first: int = 1, count: int = BATCH_REQUESTS) -> InferBatch:
+    """It counts as one message per request."""
+    numbers = tuple(range(first, first + count))
+    return InferBatch("m", 0, Columns((TensorForm("x", "UINT8", ()),), numbers, (0,) * count, ((b"",),) * count))
 
 
 class PolledLoop(ManualLoop):
@@ -53,7 +66,9 @@ class PolledLoop(ManualLoop):
 
 
 class World:
-    def __init__(self, links: int, users: dict[int, str] | None = None, outbox_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self, links: int, users: dict[int, str] | None = None, outbox_bytes: int = 256 << 20, own_bytes: int = 64 << 20
+    ) -> None:
         self.loop = PolledLoop()
         self.behind: list[tuple[int, bool]] = []
         self.backlog = OutputBacklog(outbox_bytes, lambda peer, behind: self.behind.append((peer, behind)))
@@ -68,7 +83,7 @@ class World:
         self.theirs: dict[int, socket.socket] = {}
         self.links: dict[int, PeerLink] = {}
         context = ClientContext(
-            self.loop, self._deliver, lambda peer, _: self.ended.append(peer), 64 << 20, self.turns, self.backlog
+            self.loop, self._deliver, lambda peer, _: self.ended.append(peer), own_bytes, self.turns, self.backlog
         )
         for peer in range(1, links + 1):
             ours, self.theirs[peer] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -112,13 +127,6 @@ class World:
         while got := self.turn():
             found += got
         return found
-
-    def turns_until_delivered(self, peer: int) -> list[list[tuple[int, Any]]]:
-        """The messages that the core gets in each turn, up to the first turn with a message of `peer`."""
-        turns: list[list[tuple[int, Any]]] = []
-        while not turns or peer not in (sender for sender, _ in turns[-1]):
-            turns.append(self.turn())
-        return turns
 
     def answer(self, peer: int, size: int) -> None:
         """Sends an answer in pieces of the usual size."""
@@ -199,9 +207,12 @@ def test_a_flood_delays_other_clients_by_a_few_turns(worlds: Worlds, flooders: i
     world.flood(range(1, flooders + 1), packets=4)
     world.turn()
     world.send(flooders + 1, 1)
-    turns = world.turns_until_delivered(flooders + 1)
-    assert all(len(got) <= 2 * (MESSAGES + SHARE) for got in turns)
-    assert len(turns) <= flooders * SHARE // MESSAGES + 2 + flooders // 8
+    for _ in range(flooders * SHARE // MESSAGES + 2 + flooders // 8):
+        got = world.turn()
+        assert len(got) <= 2 * (MESSAGES + SHARE)
+        if flooders + 1 in (sender for sender, _ in got):
+            return
+    raise AssertionError("it was not delivered")
 
 
 def test_floods_share_equally(worlds: Worlds) -> None:
@@ -260,17 +271,43 @@ def test_the_last_packets_before_a_connection_reset_are_delivered(worlds: Worlds
     assert not world.loop.readers
 
 
-def test_a_packet_with_descriptors_stays_whole_and_has_a_limit(worlds: Worlds) -> None:
+@given(st.lists(st.integers(-1, 70), max_size=30), st.integers(1, 200))
+def test_a_share_is_split_off_by_weight_and_nothing_is_lost(sizes: list[int], share: int) -> None:
+    """-1: a Ping; 0: an InferBatch without requests, which is refused but must still be read."""
+    messages = [Ping(0) if size < 0 else batch(1, size) for size in sizes]
+    weights = [max(size, 1) for size in sizes]
+    assert weight(messages) == sum(weights)
+    head, rest = split(messages, share)
+    assert head + rest == messages
+    assert bool(head) == bool(messages)
+    assert sum(weights[: max(len(head) - 1, 0)]) < share  # without its last message, the share is not used up
+    if rest:
+        assert sum(weights[: len(head)]) >= share
+
+
+@pytest.mark.parametrize(
+    ("messages", "descriptors", "refusal"),
+    [
+        ([Ping(n) for n in range(PACKET_MESSAGES - 1)], 1, ""),
+        ([Ping(n) for n in range(PACKET_MESSAGES)], 1, f"more than {PACKET_MESSAGES} messages"),
+        ([batch()] * (FULL - 1), 1, ""),
+        ([batch()] * FULL, 0, f"{PACKET_MESSAGES + 1} requests and other messages, the limit is {PACKET_MESSAGES}"),
+    ],
+    ids=["messages", "a message too many", "requests", "requests too many"],
+)
+def test_a_packet_with_descriptors_stays_whole_and_has_a_limit(
+    worlds: Worlds, messages: list[Any], descriptors: int, refusal: str
+) -> None:
     world = worlds(1)
-    messages = [*[Ping(n) for n in range(PACKET_MESSAGES - 1)], Map(1 << 32, 4096)]
+    messages = [*messages, Map(1 << 32, 4096)]
     with open(os.devnull) as file:
         socket.send_fds(world.theirs[1], [codec.encode(messages)], [file.fileno()])
-    assert [message for _, message in world.turn()] == messages
-    assert world.descriptors == 1
-    world.send(1, PACKET_MESSAGES + 1)
-    ((_, refused),) = world.turn()
-    assert isinstance(refused, codec.Refused)
-    assert f"more than {PACKET_MESSAGES} messages" in refused.text
+    got = [message for _, message in world.turn()]
+    if refusal:
+        assert refusal in got[0].text
+    else:
+        assert got == messages
+    assert world.descriptors == descriptors
 
 
 @pytest.mark.parametrize(("user", "count"), [("uid:2", 40), ("uid:1", 1)], ids=["another user", "a small packet"])
@@ -347,6 +384,15 @@ def test_a_broken_link_drops_its_queue_at_the_first_packet(worlds: Worlds) -> No
     (write,) = world.loop.writers.values()
     write()
     assert (len(world.loop.timers), world.loop.writers) == (1, {})
+
+
+def test_over_its_own_backlog_limit_a_client_that_does_not_read_is_disconnected(worlds: Worlds) -> None:
+    world = worlds(2, own_bytes=1 << 20)
+    for peer, size in ((1, 1 << 19), (2, 2 << 20)):
+        world.answer(peer, size)
+    assert world.ended == [2]
+    (goodbye,) = [message for message in world.read_all(2) if isinstance(message, Goodbye)]
+    assert (goodbye.code, "(client_outbox_bytes)" in goodbye.text) == ("UNAVAILABLE", True)
 
 
 def test_over_the_backlog_limit_of_a_user_a_client_that_does_not_read_is_disconnected(worlds: Worlds) -> None:

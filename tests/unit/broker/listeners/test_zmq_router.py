@@ -12,14 +12,14 @@ import pytest
 import zmq
 
 from shmserve.broker.listeners.client_flow import ClientContext
-from shmserve.broker.listeners.fair_turns import ClientTurns
+from shmserve.broker.listeners.fair_turns import SHARE, ClientTurns, weight
 from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, USERS, OutputBacklog
 from shmserve.broker.listeners.zmq_router import ZmqOutbox, ZmqRouter
 from shmserve.core.ledger import Ledger
 from shmserve.core.records import ClientState
 from shmserve.protocol import codec
-from shmserve.protocol.messages import PROTOCOL, Hello
-from tests.unit.broker.listeners.test_turns import PolledLoop
+from shmserve.protocol.messages import BATCH_REQUESTS, PACKET_MESSAGES, PROTOCOL, Hello, Ping
+from tests.unit.broker.listeners.test_turns import FULL, PolledLoop, batch
 
 PEER = 7
 LIMIT = 1 << 20
@@ -73,7 +73,7 @@ class World:
 
     def silent(self) -> tuple[list[int], list[int]]:
         asked, lost = self.door.silent(self.clients)
-        return peers(asked), peers(lost)
+        return [outbox.peer for outbox in asked], [outbox.peer for outbox in lost]
 
     def close(self) -> None:
         self.dealer.close()
@@ -81,14 +81,10 @@ class World:
         self.door.close()
 
 
-def peers(outboxes: list[ZmqOutbox]) -> list[int]:
-    return [outbox.peer for outbox in outboxes]
-
-
-def welcomed() -> ClientState:
-    """A client whose Hello the core has processed."""
+def client(outputs: str = "") -> ClientState:
+    """`outputs` is set when the core has processed its Hello."""
     found = ClientState(PEER, "uid:1", "zmq", Ledger())
-    found.outputs = "posix"
+    found.outputs = outputs
     return found
 
 
@@ -109,9 +105,9 @@ def test_a_client_is_not_pinged_before_its_welcome(worlds: Callable[..., World])
     """A client assumes that the server is another program if its first message is not Welcome."""
     world = worlds()
     assert world.silent() == ([], [])
-    world.clients[PEER] = ClientState(PEER, "uid:1", "zmq", Ledger())
+    world.clients[PEER] = client()
     assert world.silent() == ([], [])
-    world.clients[PEER] = welcomed()
+    world.clients[PEER] = client("posix")
     assert world.silent() == ([PEER], [])
     assert world.silent() == ([], [PEER])
 
@@ -132,8 +128,37 @@ def test_a_client_that_does_not_read_is_disconnected(worlds: Callable[..., World
     assert behind == [True] * (most > BEHIND_BYTES)
     assert reason.startswith("it does not read its responses: ")
     assert reason.endswith(f"over the limit of {most} ({limit})")
-    world.clients[PEER] = welcomed()
+    world.clients[PEER] = client("posix")
     assert world.silent() == ([], []), "the router has forgotten it"
+
+
+def delivered(world: World) -> list[list[Any]]:
+    """The messages that the core gets, turn by turn."""
+    world.receive()
+    turns = []
+    while world.delivered:
+        turns.append(list(world.delivered))
+        world.delivered.clear()
+        world.turns.begin()
+    return turns
+
+
+def test_infer_batches_are_delivered_in_shares_and_in_order(worlds: Callable[..., World]) -> None:
+    world, count = worlds(), BATCH_REQUESTS + 1
+    sent = [message for n in range(0, 20 * count, count) for message in (batch(n), Ping(n + BATCH_REQUESTS))]
+    world.dealer.send(codec.encode(sent))
+    turns = delivered(world)
+    assert max(map(weight, turns)) <= SHARE + BATCH_REQUESTS, "exceeded by less than one InferBatch"
+    assert [message for turn in turns for message in turn] == sent
+
+
+def test_a_packet_with_frames_may_have_as_many_requests_as_messages(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    world.dealer.send_multipart([codec.encode([*[batch()] * FULL, Ping(1)]), b"frame"])
+    ((refusal,),) = delivered(world)
+    assert f"the limit is {PACKET_MESSAGES}" in refusal.text
+    world.dealer.send_multipart([codec.encode([batch()] * FULL), b"frame"])
+    assert delivered(world) == [[batch()] * FULL]
 
 
 def test_a_client_that_reads_again_has_caught_up(worlds: Callable[..., World]) -> None:
