@@ -18,7 +18,7 @@ from shmserve import histogram
 from shmserve.broker.admin.activity import SHOWN_CLIENTS, ActivityReport
 from shmserve.broker.admin.queries import Control, ControlSettings
 from shmserve.broker.admin.report import document
-from shmserve.core.events import SetTraffic, Unload
+from shmserve.core.events import Compiled, SetTraffic, Unload
 from shmserve.core.owners.activity import SHOWN_CALLERS
 from shmserve.core.policy import ModelPolicy, TensorSpec
 from shmserve.errors import InvalidRequest
@@ -29,22 +29,18 @@ from tests.support.broker.metrics import MS, infer, policy
 from tests.support.core.policies import step
 from tests.support.core.world import World
 
+GPUS = [{"number": 0, "uuid": "GPU-aa11", "utilization": 0.5}]
 
-def control_of(world: World, gpus: list[dict[str, Any]] | None = None, memory: Iterable[int] = ()) -> Control:
+
+def control_of(world: World, memory: Iterable[int] = (), strict: bool = True) -> Control:
     catalog = cast("Any", SimpleNamespace(repositories=SimpleNamespace(names=("m", "not loaded"))))
-    settings = ControlSettings("test", "1", strict=True)
+    settings = ControlSettings("test", "1", strict)
     control = Control(
         world.core, catalog, settings, lambda peer: os.getpid(), lambda pid: (1 + len([*memory])) << 20, dict
     )
+    state, about = world.core.state, control.about
     report = ActivityReport(
-        world.core.state,
-        control.index,
-        control.marks,
-        control.about,
-        lambda: gpus or [],
-        lambda pid: 5 * pid,
-        dict,
-        lambda: None,
+        state, control.index, control.marks, about, lambda: GPUS, lambda pid: 5 * pid, dict, lambda: None
     )
     control.add({"activity": lambda ask: report.answer(ask.body)})
     return control
@@ -104,10 +100,6 @@ def test_models_that_changed_since_a_document_complete_it() -> None:
         world.turn([infer(client, 2)])
         world.finish(error=("MODEL_FAILED", "no"))
 
-    def serve() -> None:
-        world.turn([infer(client, 3)])
-        world.finish(took=MS)
-
     def unload() -> None:
         world.turn([(0, Unload("other"))])
         world.settle()
@@ -125,7 +117,6 @@ def test_models_that_changed_since_a_document_complete_it() -> None:
         (lambda: None, {"m"}),  # it runs
         (lambda: world.finish(took=MS), {"m"}),
         (lambda: None, set()),
-        (serve, {"m"}),
         (fail, {"m"}),
         (lambda: world.turn([(0, SetTraffic("other", {1: 1}, {"prod": 1}, {}))]), {"other"}),
         (lambda: control.on_disk({world.core.state.ready["idle"].source}), {"m", "idle", "other"}),
@@ -174,17 +165,16 @@ def test_the_server_and_its_busiest_clients_are_listed() -> None:
     busy = clients[::-1][:3]
     for count, client in enumerate(busy, 1):
         world.turn([infer(client, number) for number in range(1, count + 1)])
-    gpus = [{"number": 0, "uuid": "GPU-aa11", "utilization": 0.5}]
-    control = control_of(world, gpus)
+    control = control_of(world)
     found = ask(control)
-    assert found["gpus"] == gpus
+    assert found["gpus"] == GPUS
     server = found["server"]
     assert (server["name"], server["pid"], server["ready"]) == ("test", os.getpid(), True)
     assert 0 < server["cpu_seconds"] <= procfs.usage(os.getpid()).cpu_seconds
     assert 0 <= server["uptime_seconds"] < 1e9
     assert 0 < server["machine_memory_used_bytes"] <= server["machine_memory_bytes"]
     assert server["connections"] == SHOWN_CLIENTS + 5
-    assert (found["server"]["in_flight"], len(found["clients"])) == (6, SHOWN_CLIENTS)
+    assert (server["in_flight"], len(found["clients"])) == (6, SHOWN_CLIENTS)
     assert [(one["name"], one["in_flight"]) for one in found["clients"][:4]] == [
         *((client.name, count) for count, client in reversed(list(enumerate(busy, 1)))),
         (found["clients"][3]["name"], 0),
@@ -242,6 +232,29 @@ def test_the_steps_of_an_ensemble_are_counted_with_their_failures() -> None:
             world.finish(took=2 * MS, error=error)
     assert [count[:2] for count in counts()] == [(2, 0), (2, 1)]
     assert counts()[0][2] == 4 * MS
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_readiness_of_the_server_waits_only_for_the_first_load_of_a_model(strict: bool) -> None:
+    """Otherwise a load balancer would take the server out while a model changes or finishes its requests."""
+    world = World()
+    control = control_of(world, strict=strict)
+    world.deploy(policy(), load=False)
+    assert not control.server_ready()
+    world.worker("m_0").outbox.append(Compiled(policy()))
+    world.settle()
+    assert control.server_ready()
+    world.deploy(replace(policy(), version=2), load=False)
+    client = world.connect("c")
+    for events, expected in (
+        ([], ["READY", "LOADING"]),
+        ([client.infer(1), (0, Unload("m"))], ["UNLOADING", "UNAVAILABLE"]),
+    ):
+        world.turn(events)
+        assert [one.state.name for one in world.core.state.models["m"].versions.values()] == expected
+        assert control.server_ready()
+    world.finish_running()
+    assert control.server_ready()
 
 
 def test_an_internal_error_in_a_query_is_answered(caplog: pytest.LogCaptureFixture) -> None:

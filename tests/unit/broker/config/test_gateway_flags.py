@@ -9,8 +9,7 @@ import pytest
 
 from shmserve.broker import startup
 from shmserve.broker.config import settings
-from shmserve.broker.processes.gateways import PAUSES_NS, GatewaySettings
-from shmserve.core.limits import pause_ns
+from shmserve.broker.processes.gateways import GatewaySettings
 from shmserve.extras import install_command
 from shmserve.gateway import options as gateway_flags
 from shmserve.settings.flag import Flag
@@ -80,8 +79,3 @@ def test_without_its_packages_the_gateway_starts_only_on_request(
     for asked in ("--http-port=1", "--gateways=2"):
         with pytest.raises(startup.CannotStart, match=r"no_such_package.*or omit its flags"):
             startup.gateway_settings(settings.parse([*words, asked]))
-
-
-def test_restart_pauses_grow_up_to_a_limit() -> None:
-    assert [pause_ns(deaths, *PAUSES_NS) / 1e9 for deaths in range(1, 6)] == [0, 1, 2, 4, 8]
-    assert pause_ns(10_000, *PAUSES_NS) == PAUSES_NS[1]

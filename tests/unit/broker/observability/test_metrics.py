@@ -38,6 +38,7 @@ from tests.support.core.world import World
 from tests.support.hypothesis_profiles import examples
 
 PAGE = ROOT / "docs" / "metrics.md"
+MODEL = {"model": "m", "version": "1"}
 
 
 @settings(max_examples=examples(30))
@@ -88,7 +89,7 @@ def test_requests_and_batches() -> None:
     world.turn([infer(client, 1)])
     world.turn([infer(client, 2, rows=2), infer(client, 3, rows=3)])
     before = metrics(world)
-    assert before("nv_inference_pending_request_count", model="m", version="1") == 2
+    assert before("nv_inference_pending_request_count", **MODEL) == 2
     assert before("shmserve_requests_in_flight") == 3
     assert not before.all("shmserve_request_duration_seconds_bucket")
     world.now += 3 * MS
@@ -96,14 +97,12 @@ def test_requests_and_batches() -> None:
     world.now += 5 * MS
     finish(world, took=5 * MS)
     seen = metrics(world)
-    model = {"model": "m", "version": "1"}
     counts = {"request_success": 3, "count": 6, "exec_count": 2, "pending_request_count": 0}
     counts |= {"request_duration_us": 3000 + 2 * 8000, "queue_duration_us": 1000 + 2 * 3000}
     counts |= {"compute_infer_duration_us": 2000 + 2 * 5000}
-    assert {name: seen(f"nv_inference_{name}", **model) for name in counts} == counts
-    assert set(seen.all("nv_inference_request_failure", **model).values()) == {0}
-    assert len(seen.all("nv_inference_request_failure", **model)) == 4
-    assert sum(seen.all("shmserve_batches_total", **model).values()) == 2
+    assert {name: seen(f"nv_inference_{name}", **MODEL) for name in counts} == counts
+    assert list(seen.all("nv_inference_request_failure", **MODEL).values()) == [0] * 4
+    assert sum(seen.all("shmserve_batches_total", **MODEL).values()) == 2
     expected: dict[str, list[float]] = {
         "shmserve_request_duration_seconds": [0.003, 0.008, 0.008],
         "shmserve_queue_duration_seconds": [0.001, 0.003, 0.003],
@@ -111,9 +110,9 @@ def test_requests_and_batches() -> None:
         "shmserve_batch_rows": [1, 5],
     }
     for name, durations in expected.items():
-        assert seen(f"{name}_count", **model) == len(durations)
-        assert seen(f"{name}_sum", **model) == pytest.approx(sum(durations))
-        buckets = {float(dict(labels)["le"]): value for labels, value in seen.all(f"{name}_bucket", **model).items()}
+        assert seen(f"{name}_count", **MODEL) == len(durations)
+        assert seen(f"{name}_sum", **MODEL) == pytest.approx(sum(durations))
+        buckets = {float(dict(labels)["le"]): value for labels, value in seen.all(f"{name}_bucket", **MODEL).items()}
         assert len(buckets) == (5 if name == "shmserve_batch_rows" else 24)
         for edge, count in buckets.items():
             assert count == sum(duration <= edge for duration in durations), (name, edge)
@@ -128,21 +127,21 @@ def test_instances_have_one_sample_each_while_generations_change() -> None:
     instances = next(iter(world.targets["m"].values())).instances
     world.turn([(0, events.Deploy("m", (events.Target(1, 1, instances),)))])
     loading = metrics(world)
-    assert loading("shmserve_instance_state", model="m", version="1", model_instance="m_0", state="ready") == 1
-    assert loading("shmserve_model_state", model="m", version="1", state="READY") == 1
+    first = MODEL | {"model_instance": "m_0"}
+    assert loading("shmserve_instance_state", **first, state="ready") == 1
+    assert loading("shmserve_model_state", **MODEL, state="READY") == 1
     for worker in world.workers.values():
         if worker.name.endswith("~"):
             worker.outbox.append(events.Compiled(policy()))
     world.settle()
     finish(world)
     seen = metrics(world)
-    assert seen("nv_inference_request_success", model="m", version="1") == 2
+    assert seen("nv_inference_request_success", **MODEL) == 2
     assert seen("shmserve_model_loads_total", model="m", result="done") == 2
     world.crash(world.worker("m_0~"))
     after = metrics(world)
-    assert after("shmserve_instance_restarts_total", model="m", version="1", model_instance="m_0") == 1
-    states = after.all("shmserve_instance_state", model="m", version="1", model_instance="m_0")
-    assert list(states.values()) == [1]
+    assert after("shmserve_instance_restarts_total", **first) == 1
+    assert list(after.all("shmserve_instance_state", **first).values()) == [1]
     # Models that an operator has unloaded are left out, so that an alert on UNAVAILABLE means a failure.
     world.deploy(policy("n"))
     world.turn([(0, events.Unload("m"))])
@@ -151,14 +150,16 @@ def test_instances_have_one_sample_each_while_generations_change() -> None:
     assert seen("shmserve_model_state", model="n", version="1", state="READY") == 1
 
 
+def instances(seen: Seen, *states: str) -> list[float]:
+    return [seen("shmserve_model_instances", **MODEL, state=state) for state in states]
+
+
 def test_lost_and_quarantined_instances_are_counted() -> None:
     world = World(Limits(crashes=2))
     world.deploy(policy(), 2)
 
     def shapes() -> list[float]:
-        seen = metrics(world)
-        named = {"model": "m", "version": "1"}
-        return [seen("shmserve_model_instances", **named, state=state) for state in ("ready", "lost", "quarantined")]
+        return instances(metrics(world), "ready", "lost", "quarantined")
 
     world.crash(world.worker("m_0"))
     assert shapes() == [1, 1, 0]
@@ -175,10 +176,9 @@ def test_lost_and_quarantined_instances_are_counted() -> None:
 
 def test_a_version_that_is_scaled() -> None:
     world = World(Limits(execution_ns=0))
-    named = {"model": "m", "version": "1"}
     world.deploy(policy(most=1))
     with pytest.raises(KeyError):
-        metrics(world)("shmserve_model_scale_total", **named, direction="up")
+        metrics(world)("shmserve_model_scale_total", **MODEL, direction="up")
     world.scalings["m"] = scaling_of("m", "1-3", down="2s")
     world.deploy(policy(most=1))
     client = world.connect("c")
@@ -186,38 +186,35 @@ def test_a_version_that_is_scaled() -> None:
     world.loads_itself["m"] = False
     world.advance(world.now + 1000 * MS)
     seen = metrics(world)
-    assert [seen(f"shmserve_model_instances_{end}", **named) for end in ("min", "max")] == [1, 3]
-    assert [seen("shmserve_model_scale_total", **named, direction=way) for way in ("up", "down")] == [1, 0]
-    assert [seen("shmserve_model_instances", **named, state=state) for state in ("loading", "ready")] == [1, 1]
+    assert [seen(f"shmserve_model_instances_{end}", **MODEL) for end in ("min", "max")] == [1, 3]
+    assert [seen("shmserve_model_scale_total", **MODEL, direction=way) for way in ("up", "down")] == [1, 0]
+    assert instances(seen, "loading", "ready") == [1, 1]
     world.turn([(world.worker("m_1").peer, events.Compiled(policy(most=1)))])
     world.finish_all()
     world.advance(world.now + 10_000 * MS)
     seen = metrics(world)
-    assert seen("shmserve_model_instances", **named, state="ready") == 1
-    assert seen("shmserve_model_scale_total", **named, direction="down") == 1
+    assert (instances(seen, "ready"), seen("shmserve_model_scale_total", **MODEL, direction="down")) == ([1], 1)
 
 
 def test_a_version_that_sleeps() -> None:
     world = World(Limits(idle_unload_ns=60_000 * MS))
     world.deploy(policy(), 2)
-    named = {"model": "m", "version": "1"}
-    assert metrics(world)("shmserve_model_awake", **named) == 1
+    assert metrics(world)("shmserve_model_awake", **MODEL) == 1
     world.advance(world.now + 60_000 * MS)
     seen = metrics(world)
-    assert seen("shmserve_model_awake", **named) == 0
-    assert seen("shmserve_model_state", **named, state="READY") == 1
-    assert seen("shmserve_model_instances", **named, state="asleep") == 2
-    client = world.connect("c")
+    assert seen("shmserve_model_awake", **MODEL) == 0
+    assert seen("shmserve_model_state", **MODEL, state="READY") == 1
+    assert instances(seen, "asleep") == [2]
     world.loads_itself["m"] = False
-    world.turn([infer(client, 1)])
-    assert metrics(world)("shmserve_model_instances", **named, state="asleep") == 2, "they are loading"
+    world.turn([infer(world.connect("c"), 1)])
+    assert instances(metrics(world), "asleep") == [2], "they are loading"
     world.now += 250 * MS
     world.turn([(worker.peer, events.Compiled(policy())) for worker in world.workers.values()])
     seen = metrics(world)
-    assert seen("shmserve_model_awake", **named) == 1
-    assert seen("shmserve_model_instances", **named, state="ready") == 2
-    assert seen("shmserve_model_wakes_total", **named, result="done") == 1
-    assert seen("shmserve_model_wake_seconds_sum", **named) == 0.25
+    assert seen("shmserve_model_awake", **MODEL) == 1
+    assert instances(seen, "ready") == [2]
+    assert seen("shmserve_model_wakes_total", **MODEL, result="done") == 1
+    assert seen("shmserve_model_wake_seconds_sum", **MODEL) == 0.25
 
 
 def test_memory_held_by_clients() -> None:
@@ -293,7 +290,6 @@ def test_the_memory_and_the_cores_of_the_machine(monkeypatch: pytest.MonkeyPatch
     assert [cores.share() for _ in range(3)] == [0.0, 0.5, 1.0], "what is too short is not divided by"
 
 
-MODEL = {"model": "m", "version": "1"}
 SUMMARIES = tuple(
     f"nv_inference_{what}_summary_us"
     for what in ("request", "queue", "compute_input", "compute_infer", "compute_output")
@@ -395,7 +391,7 @@ def test_times_between_responses() -> None:
     assert sorted(buckets)[-2] == pytest.approx(17180, rel=0.01)
     for edge, count in buckets.items():
         assert count == sum(wait <= edge for wait in (2, 40, 700, 20_000)), edge
-    assert (seen(f"{name}_sum", model="s", version="1"), seen(f"{name}_count", model="s", version="1")) == (20_742, 4)
+    assert [seen(f"{name}_{what}", model="s", version="1") for what in ("sum", "count")] == [20_742, 4]
     assert not seen.all(f"{name}_count", **MODEL)
     assert f"{name}_count" not in metrics_text(world, MetricSettings())
 
@@ -409,7 +405,7 @@ def test_quantiles_are_close_to_the_exact_ones(durations: list[int], share: floa
     assert window.quantiles([share], 0)[0] == pytest.approx(exact, rel=1 / 63)
 
 
-def built(took_s: float, limited: bool = True) -> tuple[SimpleNamespace, Callable[[], bytes]]:
+def built(took_s: float, limited: bool = True) -> tuple[SimpleNamespace, Callable[[], int]]:
     """A clock on which only building a page takes time, and a query of the page."""
     clock, pages = SimpleNamespace(now=0.0), itertools.count(1)
 
@@ -418,23 +414,19 @@ def built(took_s: float, limited: bool = True) -> tuple[SimpleNamespace, Callabl
         return str(next(pages))
 
     page = MetricsPage([build], limited, lambda: clock.now)
-    return clock, lambda: bytes(page.answer(Ask(1, "metrics", "", 0)))
+    return clock, lambda: int(bytes(page.answer(Ask(1, "metrics", "", 0))).strip(b'"'))
 
 
 def test_a_page_is_fresh_until_the_share_is_used_up() -> None:
+    """A page that takes long is kept for longer."""
     clock, ask = built(took_s=0.01)
     few = round(METRICS_SHARE * METRICS_PERIOD_S / 0.01)
-    assert [ask() for _ in range(few + 2)] == [f'"{min(n, few)}"'.encode() for n in range(1, few + 3)]
+    assert [ask() for _ in range(few + 2)] == [*range(1, few + 1), few, few]
     clock.now = METRICS_PERIOD_S
-    assert ask() == f'"{few + 1}"'.encode()
-
-
-def test_a_page_that_takes_long_is_kept_for_longer() -> None:
+    assert ask() == few + 1
     clock, ask = built(took_s=1.0)
-    for now in (0.0, 1.0, 19.9):
+    for now, page in ((0.0, 1), (1.0, 1), (19.9, 1), (1.0 / METRICS_SHARE, 2)):
         clock.now = max(clock.now, now)
-        assert ask() == b'"1"'
-    clock.now = 1.0 / METRICS_SHARE
-    assert ask() == b'"2"'
+        assert ask() == page
     _, ask = built(took_s=1.0, limited=False)
-    assert [ask() for _ in range(3)] == [b'"1"', b'"2"', b'"3"']
+    assert [ask() for _ in range(3)] == [1, 2, 3]
