@@ -20,7 +20,7 @@ from bench.hostile.run import BrokerSnapshot, compare, run_hostile, write_reposi
 from bench.lib.raw_client import Link, RawLane, RawSegment, Zmq
 from bench.lib.setting import BenchServer, serving
 from shmserve.protocol import messages
-from shmserve.protocol.messages import Ask, Fail, Goodbye, Handle, Infer, Map, Ping, Pong, Reply, Tensor, Wanted
+from shmserve.protocol.messages import Ask, Fail, Goodbye, Handle, Infer, Map, Ping, Pong, Reply, Tensor
 
 pytestmark = pytest.mark.process
 
@@ -36,23 +36,25 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BenchServer]:
         yield served
 
 
-def connect(server: BenchServer, kind: str, *, greet: bool = True) -> Any:
-    make, name, outputs = LINKS[kind]
+def connect(server: BenchServer, kind: str, outputs: str = "") -> Any:
+    make, name, usual = LINKS[kind]
     link: Any = make(str(server.runtime_dir / name))
-    if greet:
-        link.hello(outputs)
+    link.hello(outputs or usual)
     return link
+
+
+def serves(link: Link) -> bool:
+    """Whether the connection still serves."""
+    link.send(Infer(999_999, "identity", 0, ONE))
+    answer = link.receive_kind(Reply, Fail, Goodbye)
+    return isinstance(answer, Reply) and answer.outputs[0].data == b"1234"
 
 
 @pytest.fixture(params=list(LINKS))
 def link(server: BenchServer, request: pytest.FixtureRequest) -> Iterator[Link]:
     with connect(server, request.param) as made:
         yield made
-        # The connection still serves.
-        made.send(Infer(999_999, "identity", 0, ONE))
-        answer = made.receive_kind(Reply, Fail, Goodbye)
-        assert isinstance(answer, Reply), answer
-        assert answer.outputs[0].data == b"1234"
+        assert serves(made)
 
 
 def refused(link: Link, packet: Any, request: int = 5) -> Fail:
@@ -71,9 +73,9 @@ def tensor(name: Any = "x", dtype: Any = "FP32", shape: Any = (1, 4), data: Any 
     return Tensor(name, dtype, shape, data)
 
 
-def infer(*tensors: Tensor, model: Any = "identity", version: Any = 0, outputs: Any = None, **options: Any) -> Infer:
+def infer(*tensors: Tensor, model: Any = "identity", version: Any = 0, **options: Any) -> Infer:
     more = messages.Options(**options) if options else None
-    return Infer(5, model, version, tensors or (tensor(),), outputs, 0, more)
+    return Infer(5, model, version, tensors or (tensor(),), None, 0, more)
 
 
 BAD: dict[str, tuple[Any, str, str]] = {
@@ -88,20 +90,14 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "sequence": (infer(sequence=7), "UNSUPPORTED", "'identity'.*sequence"),
     "long parameter": (infer(parameters={"p": "v" * 65_537}), "INVALID_ARG", "parameter 'p' has 65537 bytes.*65536"),
     "model name of 300": (infer(model="n" * 300), "PROTOCOL", "model.*128"),
-    "input name of 300": (infer(tensor("n" * 300)), "PROTOCOL", r"inputs\[0\].name.*128"),
-    "output name of 300": (infer(outputs=(Wanted("n" * 300),)), "PROTOCOL", r"outputs\[0\].name.*128"),
     "10,000 tensors": (infer(*[tensor("x", "FP32", (1,), b"1")] * 10_000), "PROTOCOL", "inputs.*256"),
-    "33 dimensions": (infer(tensor(shape=(1,) * 33)), "PROTOCOL", r"inputs\[0\].shape.*32"),
-    "inline bytes over the limit": (infer(tensor(data=bytes(4097))), "PROTOCOL", r"inputs\[0\].data.*4096"),
-    "negative version": (infer(version=-1), "PROTOCOL", "version"),
     "unknown question": (Ask(5, "nothing"), "INVALID_ARG", "'nothing'"),
     "question of 300": (Ask(5, "q" * 300), "PROTOCOL", "what.*128"),
 }
 
 
-@pytest.mark.parametrize("case", list(BAD))
-def test_each_invalid_message_has_its_own_error(link: Link, case: str) -> None:
-    message, code, words = BAD[case]
+@pytest.mark.parametrize(("message", "code", "words"), BAD.values(), ids=BAD)
+def test_each_invalid_message_has_its_own_error(link: Link, message: Any, code: str, words: str) -> None:
     fail = refused(link, message)
     assert fail.code == code, fail
     assert re.search(words, fail.text, re.IGNORECASE | re.DOTALL), fail.text
@@ -193,13 +189,6 @@ def lane(server: BenchServer) -> Iterator[RawLane]:
         yield made
 
 
-@pytest.fixture
-def segment(lane: RawLane) -> Iterator[RawSegment]:
-    made = RawSegment(lane, SIZE)
-    yield made
-    made.close()
-
-
 def test_an_unsealed_segment_is_refused(lane: RawLane) -> None:
     """An unsealed segment could be truncated while a worker uses it."""
     made = RawSegment(lane, SIZE, 1, seals=0)
@@ -210,36 +199,28 @@ def test_an_unsealed_segment_is_refused(lane: RawLane) -> None:
         made.close()
 
 
-@pytest.mark.parametrize("what", ["nothing", "pipe", "file", "directory"])
-def test_descriptors_that_are_not_memory_are_refused(lane: RawLane, tmp_path: Path, what: str) -> None:
+def test_descriptors_that_are_not_memory_are_refused(lane: RawLane, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(SIZE))
-    descriptors: list[int] = []
-    if what == "pipe":
-        descriptors += os.pipe()
-    elif what != "nothing":
-        descriptors.append(os.open(tmp_path / "file" if what == "file" else tmp_path, os.O_RDONLY))
-    try:
-        packet = msgpack.packb([[1, lane.owner << 32 | 9, SIZE, None, ""]])
-        lane.send_bytes(packet, tuple(descriptors[:1]))
+    opened = [*os.pipe(), os.open(tmp_path / "file", os.O_RDONLY), os.open(tmp_path, os.O_RDONLY)]
+    packet = msgpack.packb([[1, lane.owner << 32 | 9, SIZE, None, ""]])
+    for descriptors in ((), *((descriptor,) for descriptor in opened)):
+        lane.send_bytes(packet, descriptors)
         assert lane.receive_kind(Fail).code == ("INVALID_ARG" if descriptors else "PROTOCOL")
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    for descriptor in opened:
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("name", ["../x", "/shmserve-nothing"])
 def test_invalid_segment_names_are_refused(server: BenchServer, name: str) -> None:
     """Only a worker maps a named segment: the request that needs it fails, and the server continues."""
-    with connect(server, "zmq", greet=False) as link:
-        link.hello("posix")
+    with connect(server, "zmq", "posix") as link:
         number = link.owner << 32 | 1
         link.send(Map(number, SIZE, name), infer(tensor(data=(Handle(number, 0, 16),))))
         answer = link.receive_kind(Reply, Fail, Goodbye)
         assert isinstance(answer, (Fail, Goodbye))
         assert not SECRETS.search(answer.text), answer.text
     with connect(server, "zmq") as link:
-        link.send(Infer(5, "identity", 0, ONE))
-        assert isinstance(link.receive_kind(Reply, Fail), Reply)
+        assert serves(link)
 
 
 def test_invalid_messages_leak_no_descriptors_or_segments(server: BenchServer) -> None:
