@@ -1,4 +1,5 @@
-"""The server's command line, environment and file, and the page about them."""
+"""The server's command line, environment and file, and the page about them. Every flag of tritonserver is supported,
+accepted with a line on what happens instead, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -25,11 +26,13 @@ from shmserve.repo.backends import DIRECTORY, OUTPUT_LIMIT
 from shmserve.repo.compile import CoreSet
 from shmserve.repo.remote import stores
 from shmserve.settings.flag import Flag
-from shmserve.settings.table import FLAGS, GROUPS, TRITON
+from shmserve.settings.table import BY_NAME, FLAGS, GROUPS, TRITON
+from shmserve.settings.triton_flags import TRITON_FLAGS
 from shmserve.system.polling import POLL_NS
 from shmserve.workers.output_arenas import LIMIT_BYTES, NEAR_BYTES, near_limit
 from tests.support.cases import cases
 from tests.support.docs import pages
+from tests.support.docs.doc_tables import TRITON as DOCUMENTED
 
 PAGE = pages.page("settings")
 CORE = min(os.sched_getaffinity(0))
@@ -174,7 +177,6 @@ def test_flags_variables_and_file_are_parsed_alike(flag: Flag, tmp_path: Path, m
     (["--host-policy", "cpu,cpu-cores=,"], "contains no core"),
     (["--host-policy", "cpu,cpu-cores=100000"], "unusable cores: 100000; usable cores"),
     (["--host-policy", "cpu,numa-node=1000"], "NUMA node 1000 has no usable cores"),
-    (["--allow-sagemaker"], "--allow-sagemaker true is not supported"),
     (["--access", "alice"], "'alice' is not WHO=ROLE,ROLE with WHO one of uid:N"),
     (["--access", "uid:x=infer"], "'uid:x' has no valid user or group ID"),
     (["--access", "uid:4294967295=infer"], "'uid:4294967295' has no valid user or group ID"),
@@ -186,8 +188,6 @@ def test_flags_variables_and_file_are_parsed_alike(flag: Flag, tmp_path: Path, m
     (["--limit", "client_requests"], "is not NAME=VALUE"),
     (["--limit", "client_reqests=1"], "unknown limit 'client_reqests'; did you mean client_requests?"),
     (["--limit", "requests=1KiB"], "not a whole number"),
-    (["--http-port", "65536"], "65536 is too large; the maximum is 65535"),
-    ([""], "'' names no file"),
     (["name="], "'name=' names no file"),
     (["--load-model", "m"], "Use of '--load-model' requires setting '--model-control-mode=explicit' as well"),
     (["--model-control-mode=explicit", "--load-model=*", "--load-model=m"], "'*' must be the ONLY startup model"),
@@ -201,13 +201,9 @@ def test_flags_variables_and_file_are_parsed_alike(flag: Flag, tmp_path: Path, m
     (["--allow-sagemaker=true"], "--allow-sagemaker true is not supported: there is no SageMaker endpoint"),
     (["--cache-config", "redis,host=x"], "unknown cache 'redis'; expected local,size=BYTES"),
     (["--cache-config", "local,size=0"], "0 is too small; the minimum is 1"),
-    (
-        ["--cache-config", "local,size=1", "--response-cache-byte-size=1"],
-        "Incompatible flags --response-cache-byte",
-    ),
+    (["--cache-config", "local,size=1", "--response-cache-byte-size=1"], "Incompatible flags --response-cache-byte"),
     (["--rate-limit-resource", "R1"], "'R1', expected NAME:COUNT, NAME:COUNT:DEVICE or NAME:COUNT:global"),
     (["--rate-limit-resource", ":3"], "found ':3', expected"),
-    (["--rate-limit-resource", "R1:x"], "found 'R1:x', expected"),
     (["--rate-limit-resource", "R1:3:all"], "found 'R1:3:all', expected"),
     (["--cuda-memory-pool-byte-size", "x:5"], "x:5"),
     (["--cuda-memory-pool-byte-size", "0:-1"], "--cuda-memory-pool-byte-size"),
@@ -254,6 +250,76 @@ def test_missing_directories_of_backends_and_agents_are_ignored(base: list[str],
     assert found.warnings == [f"{flag.replace('=', ' ')} does not exist and is ignored" for flag in flags]
     assert DIRECTORY not in settings.backend_settings(found)
     assert not settings.agent_settings(found).directory
+
+
+def test_a_missing_repository(base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing repository ends the server, except with --exit-on-error=false."""
+    text = f"--model-repository {tmp_path / 'none'} is not a directory"
+    missing = ["--model-repository", str(tmp_path / "none"), *base]
+    for more in ([], ["--exit-on-error=true"], ["--triton-compatible"]):
+        assert text in refused([*missing, *more], capsys)
+    assert settings.parse([*missing, "--exit-on-error=false"]).failed == [text]
+    assert settings.parse([*base, "--exit-on-error=false"]).failed == []
+
+
+@pytest.mark.parametrize("file", ["config.pbtxt", "1/model.onnx"])
+def test_a_model_in_place_of_a_repository(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "net"
+    (folder / file).parent.mkdir(parents=True)
+    (folder / file).touch()
+    text = (
+        f"{folder} is the directory of one model, not a repository. Serve its parent: --model-repository {tmp_path}; "
+        f"or only this model of it: --model-repository {tmp_path} --model-control-mode explicit --load-model net"
+    )
+    for mode in ("none", "poll", "explicit"):
+        for words in ([str(folder)], ["--model-repository", str(folder)]):
+            assert text in refused([*words, "--model-control-mode", mode], capsys)
+    assert settings.parse([str(folder), "--exit-on-error=false"]).failed == [text]
+    assert settings.parse([str(tmp_path)]).failed == []
+
+
+TRITON_SAMPLES = {
+    "model-load-gpu-limit": "0:0.9",
+    "min-supported-compute-capability": "6.0",
+    "cuda-virtual-address-size": "0:1073741824",
+    "sagemaker-safe-port-range": "8000-8009",
+    "enable-peer-access": "false",
+}
+
+
+@pytest.mark.parametrize("flag", TRITON_FLAGS, ids=lambda flag: flag.name)
+def test_flags_of_triton_without_effect_are_noted_and_unsupported_ones_refused(
+    flag: Flag, base: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert flag.name in DOCUMENTED
+    assert set(DOCUMENTED) <= BY_NAME.keys()
+    assert not (flag.note and flag.refused)
+    if flag.refused:
+        assert settings.parse([*base, f"--{flag.name}=false"]).notes == []
+        text = f"--{flag.name} true is not supported: {flag.refused}"
+        assert text in refused([*base, f"--{flag.name}=true"], capsys)
+        return
+    found = settings.parse([*base, f"--{flag.name}", TRITON_SAMPLES.get(flag.name, "8")])
+    assert (found.notes, found.warnings) == ([f"--{flag.name} has no effect: {flag.note}"], [])
+
+
+def test_old_flags_of_traces(base: list[str]) -> None:
+    flags = "--trace-config count=3 --trace-rate=5 --trace-file=/t.json --trace-level=MIN --trace-count=7"
+    found = settings.parse([*base, *flags.split(), "--trace-log-frequency", "2"])
+    others = {"trace_rate": 5, "trace_count": 3, "log_frequency": 2}
+    assert dict(found.trace_config) == {"trace_file": "/t.json", "trace_level": ("TIMESTAMPS",)} | others
+    assert "--trace-rate is deprecated; use --trace-config rate=" in found.warnings
+
+
+def test_triton_compatible(base: list[str]) -> None:
+    found = settings.parse([*base, "--triton-compatible"])
+    assert (found.id, found.exit_on_error, found.strict_readiness) == ("triton", True, True)
+    assert (found.http_address, found.grpc_address) == ("0.0.0.0", "0.0.0.0")
+    assert found.http_roles == "infer,observe,operate"
+    assert "--limit=http_json_bytes=0" in settings.gateway_settings(found).arguments
+    found = settings.parse([*base, "--triton-compatible", "--id=mine", "--http-address=127.0.0.1"])
+    assert (found.id, found.http_address, found.grpc_address) == ("mine", "127.0.0.1", "0.0.0.0")
+    assert settings.parse(base).exit_on_error is False
 
 
 def test_unknown_variables_are_reported(base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,7 +471,7 @@ def test_remote_repositories(
 
     monkeypatch.setattr(stores, "find_spec", lambda package: object())
     words = (str(tmp_path), "s3://host:9000/bucket/models", "--model-repository", "hf://owner/models")
-    assert remote(*words) == ["hf://owner/models", "s3://host:9000/bucket/models"]
+    assert remote(*words) == [words[3], words[1]]
     assert remote(*written(tmp_path / "s.toml", 'model-repository = ["gs://bucket/x", "."]\n')) == ["gs://bucket/x"]
     monkeypatch.setenv("SHMSERVE_MODEL_REPOSITORY", f"{tmp_path};https://host:81/x")
     assert remote() == ["https://host:81/x"]
