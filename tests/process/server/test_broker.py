@@ -111,22 +111,14 @@ def test_a_stopping_server_keeps_the_files_of_its_successor(repository: Path, tm
             with RawLane(second.lane) as lane:
                 lane.hello("memfd")
                 assert is_live(lane)
-            third = subprocess.run(
-                [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(repository)],
-                env=os.environ | {"SHMSERVE_RUNTIME_DIR": str(tmp_path / "run")},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+            command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(repository)]
+            third = subprocess.run([*command, "--runtime-dir", str(tmp_path / "run")], capture_output=True, text=True)
             assert (third.returncode, "another server runs" in third.stderr) == (1, True)
     assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_the_backlog_of_a_throttled_zeromq_client_is_limited_in_bytes(repository: Path, tmp_path: Path) -> None:
-    with (
-        Launched(repository, tmp_path / "run", "--limit", "client_errors=40") as server,
-        Zmq(server.zmq) as flood,
-    ):
+    with Launched(repository, tmp_path / "run", "--limit", "client_errors=40") as server, Zmq(server.zmq) as flood:
         flood.hello("frames")
         flood.send(*[Unmap(1)] * 120)  # each message causes an error
         for _ in range(12):

@@ -14,6 +14,7 @@ import pytest
 
 import shmserve
 from shmserve.errors import ModelFailed
+from shmserve.system import procfs
 from shmserve.testing import Server
 from tests.process.server.processes.test_supervision import write
 from tests.support.broker.metrics import Seen
@@ -55,21 +56,17 @@ def test_metrics_of_processes(server: Server, client: shmserve.Client) -> None:
     client.infer("m", {"x": ONE})
     instance = instance_of(client, "m")
     seen = Seen(client.metrics())
-    stats = client.statistics("m")["model_stats"][0]["inference_stats"]["success"]
+    (found,) = client.statistics("m")["model_stats"]
+    stats = found["inference_stats"]["success"]
     assert seen("nv_inference_request_success", model="m", version="1") == stats["count"] > 0
     assert seen("nv_inference_request_duration_us", model="m", version="1") == stats["ns"] // 1000
-    named = {"model": "m", "version": "1", "model_instance": instance["name"]}
-    statm = Path(f"/proc/{instance['pid']}/statm").read_text().split()
-    resident = int(statm[1]) * os.sysconf("SC_PAGE_SIZE")
-    assert 0 < seen("shmserve_instance_memory_bytes", **named) <= 1.02 * resident
-    (memory,) = client.statistics("m")["model_stats"][0]["memory_usage"]
+    resident = procfs.usage(instance["pid"]).resident_bytes
+    (memory,) = found["memory_usage"]
     assert 0 < memory.pop("byte_size") <= 1.02 * resident
     assert memory == {"type": "CPU", "id": 0}
-    assert seen("shmserve_instance_state", **named, state="ready") == 1
+    named = {"model": "m", "version": "1", "model_instance": instance["name"]}
+    assert 0 < seen("shmserve_instance_memory_bytes", **named) <= 1.02 * resident
     assert seen("process_open_fds") == pytest.approx(len(os.listdir(f"/proc/{server.pid}/fd")), abs=3)
-    assert seen("shmserve_ready") == 1
-    assert seen("shmserve_model_loads_total", model="m", result="done") >= 1
-    assert seen("shmserve_clients", plane="lane") >= 1
 
 
 def test_the_last_output_of_a_crashed_worker_is_logged_and_reported(server: Server, client: shmserve.Client) -> None:
@@ -82,16 +79,13 @@ def test_the_last_output_of_a_crashed_worker_is_logged_and_reported(server: Serv
     assert LAST_WORDS in instance["last_words"]
     record, again = (record for record in records(server) if record.get("last_words"))
     assert record["last_words"] == again["last_words"], "the request is retried once"
-    assert (record["level"], record["model"], record["version"]) == ("error", "frail", 1)
-    assert record["instance"] == instance["name"]
+    about = {"model": "frail", "version": 1, "instance": instance["name"]}
+    assert record.items() > ({"level": "error"} | about).items()
     assert record["last_words"].splitlines() == instance["last_words"]
     assert "signal SIGSEGV" in record["message"]
     line, _ = (record for record in records(server) if record["message"] == f"[{instance['name']}] {LAST_WORDS}")
-    assert (line["level"], line["model"], line["instance"]) == ("info", "frail", instance["name"])
-    seen = Seen(client.metrics())
-    named = {"model": "frail", "version": "1"}
-    assert seen("shmserve_instance_restarts_total", **named, model_instance=instance["name"]) == 2
-    assert seen("nv_inference_request_failure", **named, reason="BACKEND") == 1
+    assert line.items() > ({"level": "info"} | about).items()
+    assert instance["restarts"] == 2
     client.restart("frail")
     assert instance_of(client, "frail")["restarts"] == 2, "a restart of the model resets no counter"
 

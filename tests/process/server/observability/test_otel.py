@@ -89,7 +89,7 @@ def test_the_trace_context_of_the_native_client(server: Server, collector: Colle
 
 
 def test_requests_do_not_depend_on_the_collector(repository: Path) -> None:
-    """Requests are answered regardless, and lost spans are counted. Later spans arrive again."""
+    """Requests are answered regardless, and lost spans are counted."""
     with Collector() as collector:
         more = ("rate=1", "opentelemetry,bsp_max_queue_size=30", "opentelemetry,bsp_max_export_batch_size=3")
         with Server(repository, *options(collector, *more)) as server, server.client(timeout=PATIENCE_S) as client:
@@ -102,18 +102,7 @@ def test_requests_do_not_depend_on_the_collector(repository: Path) -> None:
                 client.infer("add1", {"x": numbers(1, 4)})
             until(client, lambda: counted(client, "dropped") > 0, "a drop")
             collector.gate.set()
-            until(
-                client, lambda: counted(client, "exported") + counted(client, "dropped") == 96, "the end of the queue"
-            )
-            collector.close()
-            client.infer("add1", {"x": numbers(1, 4)})
-            until(client, lambda: "[traces] the collector does not accept spans: " in server.log, "the outage")
-            collector.clear()
-            collector.listen()
-            client.infer("add1", {"x": numbers(1, 4)})
-            collector.wait(3)
-            assert counted(client, "failed") <= 3
-        assert "[traces] the collector accepts spans again; " in server.log
+            until(client, lambda: counted(client, "exported") + counted(client, "dropped") == 96, "the queue's end")
 
 
 def test_a_killed_exporter_is_restarted_and_flushed_at_shutdown(repository: Path) -> None:

@@ -82,7 +82,17 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, journal: Path) -> Iterator[Server]:
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory for the `states` of the GPUs, with `xids`, a pipe."""
+    folder = tmp_path_factory.mktemp("machine")
+    os.mkfifo(folder / "xids")
+    fifo = os.open(folder / "xids", os.O_RDWR)
+    yield folder
+    os.close(fifo)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, journal: Path, machine: Path) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("gpus")
     write_model(repository, "on_gpu", CONFIG % "{ kind: KIND_GPU gpus: 1 }", REPORT)
     write_model(repository, "anywhere", CONFIG % "{ count: 1 }", REPORT)
@@ -91,7 +101,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, journal: Path) -> Iterator[
         planned(repository, name, gpu)
     chained(repository, "same", "first", "second", "third")
     chained(repository, "apart", "first", "other", "third")
-    with serving_on_gpus(repository, journal, "--metrics-interval-ms=100") as server:
+    more = {"STANDIN_GPU_STATES": str(machine / "states"), "STANDIN_XIDS": str(machine / "xids")}
+    with serving_on_gpus(repository, journal, "--metrics-interval-ms=100", **more) as server:
         yield server
 
 
@@ -142,63 +153,25 @@ def test_tensors_between_steps_on_one_gpu_stay_on_it(journal: Path, client: shms
 FALLEN = "GPU 1 is out of service: Xid 79 (GPU has fallen off the bus); reboot the machine"
 
 
-class Machine:
-    def __init__(self, folder: Path) -> None:
-        self.states, self.xids = folder / "states", folder / "xids"
-        os.mkfifo(self.xids)
-        self._fifo = os.open(self.xids, os.O_RDWR)
-
-    def fail(self, uuid: str, xid: int) -> None:
-        os.write(self._fifo, f"{uuid} {xid}\n".encode())
-        (self.states.parent / "new").write_text(json.dumps({uuid: {"lost": 15}}))
-        (self.states.parent / "new").rename(self.states)
-
-    def mend(self) -> None:
-        self.states.unlink()
-
-    def close(self) -> None:
-        os.close(self._fifo)
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
-    made = Machine(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def watched(tmp_path: Path, machine: Machine) -> Iterator[Server]:
-    repository = tmp_path / "models"
-    write_model(repository, "anywhere", CONFIG % "{ count: 1 }", REPORT)
-    write_model(repository, "second", CONFIG % "{ kind: KIND_GPU gpus: 1 }", REPORT)
-    write_model(repository, "on_cpu", CONFIG % "{ kind: KIND_CPU }", REPORT)
-    more = {"STANDIN_GPU_STATES": str(machine.states), "STANDIN_XIDS": str(machine.xids)}
-    with serving_on_gpus(repository, tmp_path, "--metrics-interval-ms=100", **more) as server:
-        yield server
-
-
-def test_requests_continue_on_the_other_gpu_until_the_first_has_recovered(watched: Server, machine: Machine) -> None:
+def test_requests_continue_on_the_other_gpu_until_the_first_has_recovered(
+    server: Server, client: shmserve.Client, machine: Path
+) -> None:
     both = {"GPU 0 GPU-aa11", "GPU 0 GPU-bb22"}
-    with watched.client() as client:
-        assert seen(client, "anywhere") == both
-        machine.fail("GPU-bb22", 79)
-        until(client, lambda: FALLEN in watched.log, "the GPU is out of service")
-        assert seen(client, "anywhere") == {"GPU 0 GPU-aa11"}
-        assert seen(client, "on_cpu")
-        with pytest.raises(shmserve.Unavailable, match=r"GPU 1 is out of service: Xid 79"):
-            client.infer("second", {"x": np.zeros(1, np.float32)})
-        (entry,) = [one for one in client.models() if one["name"] == "anywhere"]
-        assert (entry["state"], entry["degraded"]) == ("READY", True)
-        assert FALLEN in entry["reason"]
+    assert seen(client, "anywhere") == both
+    (machine / "xids").write_text("GPU-bb22 79\n")
+    (machine / "new").write_text(json.dumps({"GPU-bb22": {"lost": 15}}))
+    (machine / "new").rename(machine / "states")
+    until(client, lambda: FALLEN in server.log, "the GPU is out of service")
+    assert seen(client, "anywhere") == {"GPU 0 GPU-aa11"}
+    assert seen(client, "on_cpu")
+    (entry,) = [one for one in client.models() if one["name"] == "anywhere"]
+    assert (entry["state"], entry["degraded"], FALLEN in entry["reason"]) == ("READY", True, True)
+    for use in (lambda: client.infer("on_gpu", {"x": np.zeros(1, np.float32)}), lambda: client.restart("on_gpu")):
         with pytest.raises(shmserve.Unavailable, match=r"Xid 79 \(GPU has fallen off the bus\); reboot the machine"):
-            client.restart("second")
-        text = client.metrics()
-        assert 'shmserve_gpu_out_of_service{gpu_uuid="GPU-bb22"} 1.0' in text
-        assert 'shmserve_gpu_xid_errors_total{gpu_uuid="GPU-bb22",xid="79"} 1' in text
-        until(client, lambda: 'nv_gpu_memory_total_bytes{gpu_uuid="GPU-bb22"}' not in client.metrics(), "it is lost")
-        machine.mend()
-        until(client, lambda: seen(client, "anywhere") == both, "the GPU is used again")
-        assert "GPU 1 is healthy again" in watched.log
-        until(client, lambda: client.ready("second"), "the model serves again")
-        assert seen(client, "second") == {"GPU 0 GPU-bb22"}
+            use()
+    until(client, lambda: 'nv_gpu_memory_total_bytes{gpu_uuid="GPU-bb22"}' not in client.metrics(), "it is lost")
+    (machine / "states").unlink()
+    until(client, lambda: seen(client, "anywhere") == both, "the GPU is used again")
+    assert "GPU 1 is healthy again" in server.log
+    until(client, lambda: client.ready("on_gpu") and client.ready("other"), "the models serve again")
+    assert seen(client, "on_gpu") == {"GPU 0 GPU-bb22"}

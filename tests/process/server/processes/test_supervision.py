@@ -19,7 +19,6 @@ from tests.support.ensemble_models import config_text
 from tests.support.living import until
 from tests.support.model_files import parameters, python_model, write_model
 from tests.support.patience import PATIENCE_S
-from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
@@ -41,21 +40,17 @@ def write(repository: Path, name: str, more: str = "", count: int = 1) -> Path:
     return write_model(repository, name, CONFIG + f"instance_group {{ count: {count} kind: KIND_CPU }} {more}", MODEL)
 
 
-@pytest.fixture(scope="module")
-def running(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("models")
+def write_models(repository: Path) -> None:
     write(repository, "frail")
     write(repository, "pair", count=2)
     write(repository, "slow", parameters(execution_limit_secs="0.5"))
-    with shared_server.serving(repository) as server:
-        yield server
 
 
 @pytest.fixture
-def server(running: Server) -> Iterator[Server]:
+def server(server: Server) -> Iterator[Server]:
     """Waits for all workers at the end: the leak check of a later test would report a worker that restarts."""
-    yield running
-    with running.client() as client:
+    yield server
+    with server.client() as client:
         ours = ("frail", "pair", "slow")
         until(client, lambda: all(is_complete(one) for one in client.models() if one["name"] in ours), "all are ready")
 
@@ -89,11 +84,10 @@ def test_only_the_crashing_request_fails(server: Server, name: str, link: str) -
         assert client.infer(name, {"x": np.ones((1, 1), np.float32)})["y"] == 2
 
 
-def test_a_worker_that_hangs_is_killed(server: Server) -> None:
-    with server.client() as client:
-        found = ask(client, "slow", [1, 99, 2])
-        assert (found[0], found[2]) == (2.0, 4.0)
-        assert "it has run one batch for more than 0.5 s" in str(found[1])
+def test_a_worker_that_hangs_is_killed(client: shmserve.Client) -> None:
+    first, hanging, last = ask(client, "slow", [1, 99, 2])
+    assert (first, last) == (2.0, 4.0)
+    assert "it has run one batch for more than 0.5 s" in str(hanging)
 
 
 ONE = {"x": np.ones((1, 1), np.float32)}
@@ -142,9 +136,8 @@ def test_a_restart_rescues_queued_requests(hung: Hung) -> None:
         client.restart("m", instance="m_0_0")
         for future in others:
             assert future.result(PATIENCE_S)["y"] == 1
-        with pytest.raises(
-            ModelFailed, match=r"restarted while it ran .* not finish within 1 s \(--exit-timeout-secs\)"
-        ):
+        text = r"restarted while it ran .* not finish within 1 s \(--exit-timeout-secs\)"
+        with pytest.raises(ModelFailed, match=text):
             first.result(PATIENCE_S)
         until(client, lambda: len(client.models()[0]["instances"]) == 1)
         assert hung.counts(client) == (0, 0)

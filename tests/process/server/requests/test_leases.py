@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import operator
 import os
 import select
 import signal
@@ -58,12 +59,14 @@ class Leases:
         self.server = server
         self.flags = flags
 
-    def counts(self, model: str = "m") -> tuple[int, int, int, int]:
+    def counts(self, model: str = "m", since: tuple[int, ...] = (0,) * 4) -> tuple[int, ...]:
+        """Successful requests, rows, batches and failed requests."""
         with self.server.client() as client:
             (found,) = client.statistics(model)["model_stats"]
         stats = found["inference_stats"]
         rows, batches = found["inference_count"], found["execution_count"]
-        return stats["success"]["count"], rows, batches, stats["fail"]["count"]
+        counts = (stats["success"]["count"], rows, batches, stats["fail"]["count"])
+        return tuple(map(operator.sub, counts, since))
 
 
 @pytest.fixture(scope="module")
@@ -150,17 +153,11 @@ def test_requests_over_a_lease_are_counted_like_all_others(leases: Leases, face:
             assert (result.shape, result[0, 0]) == ((size, 2), factor * (number + 1))
             rows += size
         assert model in models(client)
-        after = leases.counts(model)
-    total = sent + 600
-    assert tuple(new - old for new, old in zip(after, before, strict=True)) == (total, rows + sent, total, 0)
+        assert leases.counts(model, before) == (sent + 600, sent + rows, sent + 600, 0)
 
 
 WIDE = 50_000
 """Number of elements of an input of 200 KB."""
-
-
-def used(client: Any) -> float:
-    return float(link_of(client).session.memory.used)
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -175,31 +172,25 @@ def test_inputs_in_shared_memory_are_sent_over_a_lease(leases: Leases, face: str
             result = client.infer("large", inputs(number + 1.0, 2, width))["y"]
             assert result.tolist() == [[number + 1, (number + 1) * width]] * 2
             assert "large" in models(client), "the lease has ended"
-        assert used(client) == 0
-        after = leases.counts("large")
-    assert tuple(new - old for new, old in zip(after, before, strict=True)) == (
-        sent + count,
-        sent + 2 * count,
-        sent + count,
-        0,
-    )
+        assert link_of(client).session.memory.used == 0
+        assert leases.counts("large", before) == (sent + count, sent + 2 * count, sent + count, 0)
 
 
 def test_errors_and_crashes_of_a_leased_worker(leases: Leases) -> None:
     with leases.server.client() as client:
         borrow(client)
-        *_, failed = leases.counts()
+        before = leases.counts()
         with pytest.raises(shmserve.ModelFailed, match="not today"):
             client.infer("m", inputs(FAIL))
         assert "m" in models(client)
         with pytest.raises(shmserve.ModelFailed, match=r"ended while it ran this request alone \(signal SIGKILL"):
             client.infer("m", inputs(DIE))
-        assert leases.counts()[3] == failed + 2
+        assert leases.counts(since=before)[3] == 2
         borrow(client)
         for pid in pids(client, "m").values():
             os.kill(pid, signal.SIGKILL)
         assert client.infer("m", inputs(3))["y"][0, 0] == 6
-        assert leases.counts()[3] == failed + 2
+        assert leases.counts(since=before)[3] == 2
         borrow(client)
 
 
@@ -227,7 +218,7 @@ def test_clients_of_a_gateway_share_its_lease(leases: Leases) -> None:
             stack.enter_context(contextlib.closing(caller))
         observer = stack.enter_context(leases.server.client())
         until(observer, lambda: "\nshmserve_leases 0\n" in observer.metrics())  # those of earlier tests have ended
-        before = leases.counts("large")
+        before, sent = leases.counts("large"), 0
         for width in (2, WIDE):
             count = leased = 0
             while leased < 20:  # in a row: a request in a new segment goes to the broker
@@ -237,14 +228,14 @@ def test_clients_of_a_gateway_share_its_lease(leases: Leases) -> None:
                 assert count < 4096, "the gateway got no lease, or lost it"
             observer.infer("large", inputs())  # this ends the lease
             until(observer, lambda: "\nshmserve_leases 0\n" in observer.metrics())
-            before = (before[0] + count + 1, *before[1:])
+            sent += count + 1
         for number in range(ALONE):
             ask(number)
         for pid in pids(observer, "large").values():
             os.kill(pid, signal.SIGKILL)
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(ask_often, range(2)))
-        assert leases.counts("large")[0] == before[0] + ALONE + 200
+        assert leases.counts("large", before)[0] == sent + ALONE + 200
 
 
 def test_a_forked_child_has_no_lease(leases: Leases) -> None:
@@ -298,7 +289,7 @@ def test_requests_in_flight_at_the_same_time_share_a_lease(leases: Leases) -> No
         await ask_doubled(client, number, rows)
 
     together(leases, ask)
-    success, rows, batches, failed = (new - old for new, old in zip(leases.counts(), before, strict=True))
+    success, rows, batches, failed = leases.counts(since=before)
     assert (success, rows, failed) == (len(sent), sum(sent), 0)
     assert batches < success
 
@@ -322,7 +313,7 @@ def test_a_worker_that_dies_with_a_batch_of_leased_requests_costs_only_the_one_t
     together(leases, ask)
     (failure,) = failures
     assert "ended while it ran this request alone (signal SIGKILL" in str(failure)
-    assert leases.counts()[0] == before[0] + sent - 1
+    assert leases.counts(since=before)[0] == sent - 1
 
 
 def test_a_lease_of_several_requests_ends_for_others(leases: Leases) -> None:

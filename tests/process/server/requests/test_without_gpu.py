@@ -43,20 +43,12 @@ import asyncio, sys
 import numpy as np
 import shmserve
 
-MODELS = ("same", "code", "engine", "both")
-
 with shmserve.Client(sys.argv[1]) as client:
-    for model in MODELS:
+    for model in ("same", "code", "engine", "both"):
         x = client.empty((2, 40000))
         x[...] = 1
         for given in (x, np.ones((2, 40000), np.float32)):
             assert client.infer(model, {"x": given}, outputs={"y": np.empty((2, 40000), np.float32)})["y"].shape
-    try:
-        client.infer("same", {"x": [1.0]})
-    except shmserve.ServeError as error:
-        assert "shape" in str(error)
-
-
 async def ask():
     async with shmserve.AsyncClient(sys.argv[1]) as client:
         await client.infer("same", {"x": np.ones((1, 40000), np.float32)})
@@ -73,10 +65,9 @@ def is_for_gpus(module: str) -> bool:
 @pytest.fixture
 def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Each process writes the names of the modules that it looks for, found or not."""
-    folder = tmp_path / "journal"
-    folder.mkdir()
-    place = tmp_path / "site"
-    place.mkdir()
+    folder, place = tmp_path / "journal", tmp_path / "site"
+    for made in (folder, place):
+        made.mkdir()
     (place / "sitecustomize.py").write_text(JOURNAL.format(folder=folder))
     monkeypatch.setenv("PYTHONPATH", f"{place}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
