@@ -130,18 +130,14 @@ def test_errors_name_the_limit_and_leave_no_descriptor(monkeypatch: pytest.Monke
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert count_descriptors() == before
 
-    def none(*_: object) -> int:
-        return 2**64 - 1
-
     extent = memfd.create(SIZE)
     before = count_descriptors()
-    monkeypatch.setattr(pages, "_mmap", none)
+    monkeypatch.setattr(pages, "_mmap", lambda *_: 2**64 - 1)
     with pytest.raises(Unavailable, match=f"cannot make {SIZE}"):
         memfd.create(SIZE)
     with pytest.raises(Unavailable, match=f"cannot map {SIZE}"):
         memfd.attach(os.dup(extent.fd), SIZE, False)
     assert count_descriptors() == before
-    monkeypatch.undo()
     extent.close()
 
 

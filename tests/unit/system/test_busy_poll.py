@@ -37,16 +37,6 @@ def test_the_budget_grows_from_nothing_to_the_limit_and_an_idle_process_stops_po
     assert budget.ns == 0
 
 
-def test_suspended_while_another_process_wants_the_core() -> None:
-    budget = grown()
-    budget.preempted(now=0)
-    assert budget.ns == 0
-    budget.waited(50_000, now=SUSPEND_NS - 1, polled=True)
-    assert budget.ns == 0
-    budget.waited(50_000, now=SUSPEND_NS, polled=True)
-    assert budget.ns == FIRST_NS
-
-
 @pytest.mark.parametrize("polled", [True, False])
 def test_each_further_suspension_is_longer_until_polling_pays_off(polled: bool) -> None:
     """Messages that were there at once do not count as success."""

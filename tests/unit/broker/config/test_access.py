@@ -51,38 +51,6 @@ def test_rules_add_up() -> None:
     assert rule(f"group:{MINE.gr_name}=infer,observe") == Rule("gid", MINE.gr_gid, INFER | OBSERVE)
 
 
-class Door:
-    """A listener, and the connections that it has opened."""
-
-    def __init__(self, path: Path) -> None:
-        self.loop = ManualLoop()
-        self.opened: list[tuple[socket.socket, int, int]] = []
-        self._path = str(path)
-        self._listener = LaneListener(path, self.loop, AccessRules(), lambda *one: self.opened.append(one))
-
-    def connected(self) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.connect(self._path)
-        return sock
-
-    def accept(self) -> None:
-        (accept,) = self.loop.readers.values()
-        accept()
-
-    def close(self) -> None:
-        for sock, _, _ in self.opened:
-            sock.close()
-        self._listener.close()
-        assert not self.loop.readers
-
-
-@pytest.fixture
-def door(tmp_path: Path) -> Iterator[Door]:
-    made = Door(tmp_path / "lane.sock")
-    yield made
-    made.close()
-
-
 def test_only_the_servers_own_gateways_may_name_payers_that_count_like_users() -> None:
     gateways: set[int] = set()
     access = AccessRules((rule("*=infer,observe,operate"),), None, gateways)
@@ -92,15 +60,6 @@ def test_only_the_servers_own_gateways_may_name_payers_that_count_like_users() -
     assert access.roles_of(mine) == ALL_ROLES | FORWARD
     assert access.roles_of(Principal(os.geteuid(), pid=78)) == ALL_ROLES
     assert access.roles_of(Principal(4242, pid=77)) == ALL_ROLES, "another user's process that has the pid by chance"
-
-
-def test_a_connection_has_the_identity_of_its_peer_process(door: Door) -> None:
-    with door.connected():
-        door.accept()
-        door.accept()  # no other connection is waiting
-    ((sock, uid, roles),) = door.opened
-    assert (uid, roles) == (os.geteuid(), ALL_ROLES)
-    assert peer(sock) == Principal(os.geteuid(), frozenset((os.getegid(), *os.getgroups())), os.getpid())
 
 
 @contextlib.contextmanager
@@ -119,22 +78,35 @@ def no_descriptor_left() -> Iterator[None]:
             os.close(filler)
 
 
-def test_out_of_descriptors_connections_are_refused_for_a_while(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+def test_connections_have_the_identity_of_their_peer_and_are_refused_while_out_of_descriptors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The waiting connection gets the reason, and the loop does not spin."""
-    with door.connected() as refused:
+    loop, opened = ManualLoop(), list[tuple[socket.socket, int, int]]()
+    listener = LaneListener(tmp_path / "lane.sock", loop, AccessRules(), lambda *one: opened.append(one))
+    (accept,) = loop.readers.values()
+    refused, accepted = (socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2))
+    with refused:
+        refused.connect(str(tmp_path / "lane.sock"))
         with no_descriptor_left():
-            door.accept()
-        assert not door.opened
-        assert not door.loop.readers
+            accept()
+        assert (opened, loop.readers) == ([], {})
         assert os.strerror(errno.EMFILE) in caplog.text
         (goodbye,) = codec.Codec(BrokerMessage).decode(refused.recv(1 << 16))
         assert isinstance(goodbye, Goodbye)
         assert "too many open files" in goodbye.text
         assert refused.recv(1) == b""
-    door.loop.fire()
-    with door.connected():
-        door.accept()
-    assert len(door.opened) == 1
+    loop.fire()
+    with accepted:
+        accepted.connect(str(tmp_path / "lane.sock"))
+        for _ in range(2):  # no other connection is waiting
+            accept()
+    ((sock, uid, roles),) = opened
+    assert (uid, roles) == (os.geteuid(), ALL_ROLES)
+    assert peer(sock) == Principal(os.geteuid(), frozenset((os.getegid(), *os.getgroups())), os.getpid())
+    sock.close()
+    listener.close()
+    assert not loop.readers
 
 
 def test_a_user_with_very_many_groups(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -196,19 +196,3 @@ def test_a_backend_that_is_still_being_copied_waits(tmp_path: Path, backends: Pa
     assert (changes.readings, changes.recheck_s) == ([], 10.0)
     clock += 6
     assert len(poll.check().readings) == 1
-
-
-def test_backends_may_be_added_and_removed_at_run_time(tmp_path: Path, backends: Path) -> None:
-    model(tmp_path / "models", "plain")
-    model(tmp_path / "models", "late", MINE.replace("mine", "late"))
-    catalog = catalog_of(tmp_path, backends)
-    assert 'found "late", which this server does not have' in catalog.repositories.read("late").scanned.problem_texts[0]
-    (backends / "mine").rename(backends / "late")
-    found = catalog.repositories.read("late")
-    assert found.scanned.problem_texts == ()
-    assert found.backend is not None
-    backends.rename(tmp_path / "gone")
-    plain = catalog.repositories.read("plain")
-    assert plain.scanned.problem_texts == (), "models of other backends are not affected"
-    assert [reading.scanned.name for reading in catalog.repositories.read_all()] == ["late", "plain"]
-    assert (found.backend.folder / "model.py").read_text() == SOURCE, "what was loaded is still there"

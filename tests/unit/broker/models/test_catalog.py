@@ -67,20 +67,10 @@ def sources(catalog: Catalog, given: LoadOverride | None = None) -> dict[int, in
     return {target.number: target.source for target in deploy(catalog, given).targets}
 
 
-def loaded(catalog: Catalog, source: int) -> bytes:
-    """The order that a worker would get."""
-    _, descriptor = catalog.load_order(spawn(source))
-    return read_descriptor(descriptor)
-
-
-def order(catalog: Catalog, source: int) -> Load:
-    load, descriptor = catalog.load_order(spawn(source))
-    assert isinstance(decode_config(read_descriptor(descriptor)), ModelConfig)
-    return load
-
-
-def spawn(source: int) -> Spawn:
-    return Spawn(1 << 20, "m", 1, source, InstanceSpec("m_0"))
+def order(catalog: Catalog, source: int) -> tuple[Load, ModelConfig]:
+    """The order that a worker would get, and its configuration."""
+    load, descriptor = catalog.load_order(Spawn(1 << 20, "m", 1, source, InstanceSpec("m_0")))
+    return load, decode_config(read_descriptor(descriptor))
 
 
 INSTANCES = ALL + GROUP.format(3)
@@ -123,7 +113,7 @@ def test_sources_after_overrides_failures_and_unloads(catalog: Catalog, root: Pa
     assert set(overridden) == {2}, "the version policy is not the file's either"
     assert overridden[2] not in first.values()
     assert sources(catalog, given) == overridden
-    assert decode_config(loaded(catalog, overridden[2])).max_batch_size == 3
+    assert order(catalog, overridden[2])[1].max_batch_size == 3
     catalog.prune(first.values())
     assert sources(catalog) == first, "versions that were kept after a failed load"
     catalog.prune(first.values())
@@ -134,7 +124,7 @@ def test_sources_after_overrides_failures_and_unloads(catalog: Catalog, root: Pa
     assert not {*first.values()} & {*second.values()}, "though the old ones may still finish what they have"
     catalog.prune(second.values())
     with pytest.raises(KeyError):
-        catalog.load_order(spawn(first[1]))
+        order(catalog, first[1])
     (tmp_path / "other").mkdir()
     both = Catalog(Repositories([root, tmp_path / "other"]), {}, CoreSet((0,)))
     first = sources(both)
@@ -151,20 +141,20 @@ def test_instances_of_the_file_and_of_a_call_change_in_place(catalog: Catalog, r
         return [len(target.instances) for target in after.targets]
 
     served = [target.source for target in deploy(catalog).targets]
-    config = decode_config(loaded(catalog, served[0]))
+    config = order(catalog, served[0])[1]
     more = replace(config, instance_group=(replace(config.instance_group[0], count=2),))
     assert changed(LoadOverride(parse_override(json.dumps(as_triton_json(more)).encode()), None)) == [2, 2]
     assert changed() == [1, 1]
     (root / "m" / "config.pbtxt").write_text(INSTANCES)
     assert changed() == [3, 3]
-    assert decode_config(loaded(catalog, served[0])).instance_group[0].count == 3
+    assert order(catalog, served[0])[1].instance_group[0].count == 3
 
 
 def test_a_completed_configuration_follows_changes_of_the_file(catalog: Catalog, root: Path) -> None:
     first = sources(catalog)
     with pytest.raises(NotFound):
         catalog.config(first[1])
-    completed = replace(decode_config(loaded(catalog, first[1])), max_batch_size=5)
+    completed = replace(order(catalog, first[1])[1], max_batch_size=5)
     policy, said = catalog.complete(first[1], encode_config(completed))
     assert policy.max_batch == 5
     assert isinstance(said, list)
@@ -186,7 +176,7 @@ def test_a_completed_configuration_follows_changes_of_the_file(catalog: Catalog,
 
 def test_a_worker_cannot_change_the_model_name_or_complete_invalid_values(catalog: Catalog) -> None:
     first = sources(catalog)
-    given = decode_config(loaded(catalog, first[1]))
+    given = order(catalog, first[1])[1]
     with pytest.raises(InvalidRequest, match="changed its own name to 'other'"):
         catalog.complete(first[1], encode_config(replace(given, name="other")))
     with pytest.raises(InvalidRequest, match="max_batch_size"):
@@ -207,14 +197,14 @@ def test_a_worker_loads_the_files_as_they_were_read(catalog: Catalog, root: Path
     number = sources(catalog)[1]
     (root / "m" / "1" / "weights").write_text("newer")
     (root / "m" / "labels.txt").unlink()
-    load = order(catalog, number)
+    load, _ = order(catalog, number)
     assert (load.model, load.version, load.settings) == ("m", 1, {"default-max-batch-size": "4"})
     folder = Path(load.model_dir)
     assert folder.name == "m"
     assert not folder.is_relative_to(root)
     assert ((folder / "1" / "weights").read_text(), (folder / "labels.txt").read_text()) == ("a", "cat\n")
     (root / "m" / "1" / "weights").write_bytes(bytes((1 << 20) + 1))
-    looks = json.loads(Path(order(catalog, sources(catalog)[1]).settings[PINS]).read_text())
+    looks = json.loads(Path(order(catalog, sources(catalog)[1])[0].settings[PINS]).read_text())
     assert looks == {"1/weights": list(take(root / "m").files["1/weights"])}
 
 
@@ -226,7 +216,7 @@ def test_directories_of_overrides_are_removed_with_their_last_source(catalog: Ca
     overridden = [sources(catalog, LoadOverride(both, folder)) for folder in folders]
     made = [found[max(found)] for found in overridden]
     assert len(set(made)) == 3
-    load = order(catalog, made[2])
+    load, _ = order(catalog, made[2])
     assert (load.model_dir, PINS in load.settings) == (str(folders[2]), False), "without a copy"
     catalog.prune([made[0]])
     assert [folder.exists() for folder in folders] == [True, False, True], "the last is about to be served"
@@ -249,14 +239,10 @@ def test_a_model_is_rolled_back_to_the_previous_generation(catalog: Catalog, roo
     catalog.prune(newer)
     assert not catalog.is_rejected(catalog.repositories.read("m"))
     assert catalog.previous("m", 7, newer) == replace(first, operation=7, present=None)
-    assert (Path(order(catalog, served[0]).model_dir) / "labels.txt").read_text() == "cat\n"
+    assert (Path(order(catalog, served[0])[0].model_dir) / "labels.txt").read_text() == "cat\n"
     assert catalog.is_rejected(catalog.repositories.read("m")), "until it changes"
     (root / "m" / "labels.txt").write_text("bird\n")
     assert not catalog.is_rejected(catalog.repositories.read("m"))
-
-
-def refused(events: list[Deploy | Refuse]) -> list[tuple[str, int, str]]:
-    return [(event.model, event.version, event.reason) for event in events if isinstance(event, Refuse)]
 
 
 def test_a_model_that_changes_while_it_is_read(catalog: Catalog, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,17 +298,16 @@ def test_what_cannot_be_read_is_refused(
     config = root / "m" / "config.pbtxt"
     config.write_text(ALL.replace("identity", "python"))
     (root / "m" / "2" / "model.py").write_text("")
-    events = catalog.adopt(catalog.repositories.read("m"))
-    assert isinstance(events[0], Deploy)
-    assert [target.number for target in events[0].targets] == [2]
-    ((name, version, reason),) = refused(events)
-    assert (name, version, "model.py" in reason) == ("m", 1, True), "a version without its file, alone"
+    served, refused = catalog.adopt(catalog.repositories.read("m"))
+    assert isinstance(served, Deploy)
+    assert isinstance(refused, Refuse)
+    assert [target.number for target in served.targets] == [2]
+    assert (refused.model, refused.version, "model.py" in refused.reason) == ("m", 1, True), "without its file, alone"
     config.write_text(ALL.replace("max_batch", "max_bach"))
-    events = catalog.adopt(catalog.repositories.read("m"))
-    ((name, version, reason),) = refused(events)
-    assert (name, version, len(events)) == ("m", 0, 1)
-    assert "m/config.pbtxt:2" in reason
-    assert str(root) not in reason
+    (refused,) = catalog.adopt(catalog.repositories.read("m"))
+    assert isinstance(refused, Refuse)
+    assert (refused.model, refused.version, "m/config.pbtxt:2" in refused.reason) == ("m", 0, True)
+    assert str(root) not in refused.reason
     with pytest.raises(InvalidRequest):
         catalog.repositories.read("../m")
     with pytest.raises(NotFound, match=r"failed to load 'mm', failed to poll from model repository.*did you mean 'm'"):

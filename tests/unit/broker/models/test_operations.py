@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -25,8 +26,8 @@ from tests.support.repo.models import GOOD, model
 
 
 class Shell:
-    def __init__(self, root: Path, config: str = GOOD, mode: str = "explicit", compatible: bool = False) -> None:
-        model(root / "models", "m", config, {"1/weights": "a"})
+    def __init__(self, root: Path, mode: str = "explicit", compatible: bool = False) -> None:
+        model(root / "models", "m", GOOD, {"1/weights": "a"})
         self.loop = ThreadedLoop()
         self.core = Core()
         self.catalog = Catalog(Repositories([root / "models"]), {}, CoreSet((0,)), resources=(("r", ANY, 3),))
@@ -47,35 +48,22 @@ class Shell:
         self.operations.handle(1, Ask(1, what, name, body=body))
         self.loop.run_one()
 
-    def turn(self) -> list[Any]:
-        inbox, self.inbox = self.inbox, []
-        return self.core.handle(inbox, 1)
+    def close(self) -> None:
+        self.operations.close()
 
 
 @pytest.fixture
-def shells(tmp_path: Path) -> Iterator[Callable[..., Shell]]:
-    made: list[Shell] = []
-
-    def make(*arguments: Any, **more: Any) -> Shell:
-        made.append(Shell(tmp_path, *arguments, **more))
-        return made[-1]
-
-    yield make
-    for shell in made:
-        shell.operations.close()
-
-
-@pytest.fixture
-def shell(shells: Callable[..., Shell]) -> Shell:
-    return shells()
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    with closing(Shell(tmp_path)) as made:
+        yield made
 
 
 def with_resource(resource: str) -> str:
     return f"{GOOD}\ninstance_group [ {{ kind: KIND_CPU rate_limiter {{ resources [ {{ {resource} }} ] }} }} ]"
 
 
-def test_loads_that_do_not_fit_the_resources_fail(shells: Callable[..., Shell], tmp_path: Path) -> None:
-    shell = shells(with_resource("name: 'r' count: 1"))
+def test_loads_that_do_not_fit_the_resources_fail(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "models" / "m" / "config.pbtxt").write_text(with_resource("name: 'r' count: 1"))
     model(tmp_path / "models", "n", with_resource("name: 'r' global: true count: 1"), {"1/weights": "a"})
     text = 'Resource "r" is present as both global and device-specific resource in the model configuration.'
     shell.ask("load")
@@ -106,7 +94,7 @@ def test_a_source_is_kept_until_the_core_has_processed_its_spawn(shell: Shell) -
     shell.ask("load")
     shell.ask("unload")
     shell.operations.settled(effects.Settled(99))
-    (spawn,) = (effect for effect in shell.turn() if isinstance(effect, effects.Spawn))
+    (spawn,) = (effect for effect in shell.core.handle(shell.inbox, 1) if isinstance(effect, effects.Spawn))
     _, descriptor = shell.catalog.load_order(spawn)
     os.close(descriptor)
     shell.core.handle([(0, events.Exited(spawn.peer, "killed"))], 2)
@@ -116,17 +104,15 @@ def test_a_source_is_kept_until_the_core_has_processed_its_spawn(shell: Shell) -
 
 
 @cases(
-    ("none", False, "in mode none"),
-    ("none", True, "if polling is enabled"),
-    ("poll", False, "if polling is enabled"),
+    ("none", False, "in mode none"), ("none", True, "if polling is enabled"), ("poll", False, "if polling is enabled")
 )
-def test_loading_in_other_modes(mode: str, compatible: bool, why: str, shells: Callable[..., Shell]) -> None:
+def test_loading_in_other_modes(mode: str, compatible: bool, why: str, tmp_path: Path) -> None:
     """Triton says that polling is enabled in mode none as well."""
-    shell = shells(mode=mode, compatible=compatible)
-    for what in ("load", "unload"):
-        shell.operations.handle(1, Ask(1, what, "m"))
-        text = "explicit model load / unload is not allowed"
-        assert shell.said.pop().text == f"{text} {why}; start the server with --model-control-mode explicit"
+    with closing(Shell(tmp_path, mode=mode, compatible=compatible)) as shell:
+        for what in ("load", "unload"):
+            shell.operations.handle(1, Ask(1, what, "m"))
+            text = "explicit model load / unload is not allowed"
+            assert shell.said.pop().text == f"{text} {why}; start the server with --model-control-mode explicit"
 
 
 def test_loads_of_a_model_run_one_after_the_other(shell: Shell) -> None:

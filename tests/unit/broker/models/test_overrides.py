@@ -155,20 +155,10 @@ def test_names_outside_the_directory_are_refused(place: Path, name: str) -> None
     refused(place, body_of([["1/good", 1], [name, 1]], b"ab"), "expected VERSION/NAME below the model's directory")
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("1/a", "1/a"),
-        ("1/a", "/1/a"),
-        ("1/a", "1/a/b"),
-        ("1/a/b", "1/a"),
-        ("1/a/b/c", "1/a"),
-        ("1/a", "2/b", "1/a/b/c"),
-    ],
-)
-def test_conflicting_file_names_are_refused(place: Path, names: tuple[str, ...]) -> None:
-    files = [[name, 1] for name in names]
-    last = names[-1].removeprefix("/")
+@cases("1/a 1/a", "1/a /1/a", "1/a 1/a/b", "1/a/b 1/a", "1/a/b/c 1/a", "1/a 2/b 1/a/b/c")
+def test_conflicting_file_names_are_refused(names: str, place: Path) -> None:
+    files = [[name, 1] for name in names.split()]
+    last = names.split()[-1].removeprefix("/")
     refused(place, body_of(files, b"x" * len(files)), f"file '{last}'", "conflicts with another one")
 
 
@@ -189,18 +179,19 @@ def test_an_invalid_first_line_is_refused(place: Path, line: bytes) -> None:
 
 
 @cases(
-    (body_of([["1/a", 1]], b"x", None), ("has files but no config; give both",)),
-    (body_of([["1/a", 1]], b"x", {"backnd": "python"}), ("backnd", "backend")),
-    (body_of(None, b"", {"backnd": "python"}), ("backnd",)),
-    (body_of(None, b"", []), ("config override",)),
-    (b'{"config": null}\n', ("config override",)),
-    *(
-        (body_of([["1/a", 2], ["1/b", 4]], data), ("expected 6 bytes", f"received {len(data)}"))
-        for data in (b"", b"12345", b"1234567", bytes(10_000))
-    ),
+    (body_of([["1/a", 1]], b"x", None), "has files but no config; give both"),
+    (body_of([["1/a", 1]], b"x", {"backnd": "python"}), "backnd"),
+    (body_of(None, b"", {"backnd": "python"}), "backnd"),
+    (body_of(None, b"", []), "config override"),
+    (b'{"config": null}\n', "config override"),
 )
-def test_files_need_a_configuration_and_their_bytes(body: bytes, texts: tuple[str, ...], place: Path) -> None:
-    refused(place, body, *texts)
+def test_an_invalid_configuration_is_refused(body: bytes, text: str, place: Path) -> None:
+    refused(place, body, text)
+
+
+@pytest.mark.parametrize("count", [0, 5, 7, 10_000])
+def test_files_need_their_bytes(count: int, place: Path) -> None:
+    refused(place, body_of([["1/a", 2], ["1/b", 4]], bytes(count)), "expected 6 bytes", f"received {count}")
 
 
 def test_model_names_with_path_traversal_are_refused(place: Path) -> None:

@@ -24,7 +24,6 @@ from shmserve.broker.observability.metrics import SHOWN_CLIENTS, MetricSettings
 from shmserve.core import events
 from shmserve.core.limits import Limits
 from shmserve.core.owners.activity import SHOWN_CALLERS
-from shmserve.core.stats import latencies
 from shmserve.protocol.messages import Ask, Options, Return
 from shmserve.protocol.roles import ALL_ROLES, FORWARD
 from shmserve.shm.arena import Arena
@@ -394,15 +393,6 @@ def test_times_between_responses() -> None:
     assert [seen(f"{name}_{what}", model="s", version="1") for what in ("sum", "count")] == [20_742, 4]
     assert not seen.all(f"{name}_count", **MODEL)
     assert f"{name}_count" not in metrics_text(world, MetricSettings())
-
-
-@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=200), st.floats(0, 1))
-def test_quantiles_are_close_to_the_exact_ones(durations: list[int], share: float) -> None:
-    window = latencies.Window()
-    for ns in durations:
-        window.add(ns * 1000, 1, 0)
-    exact = sorted(durations)[max(1, math.ceil(share * len(durations))) - 1]
-    assert window.quantiles([share], 0)[0] == pytest.approx(exact, rel=1 / 63)
 
 
 def built(took_s: float, limited: bool = True) -> tuple[SimpleNamespace, Callable[[], int]]:

@@ -7,7 +7,8 @@ import os
 import secrets
 import select
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +52,14 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def ear(address: str) -> Iterator[Ear]:
-    ear = Ear(address)
-    yield ear
-    ear.close()
+    with closing(Ear(address)) as ear:
+        yield ear
 
 
 @pytest.fixture
 def loop() -> Iterator[Any]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
+    with closing(asyncio.new_event_loop()) as loop:
+        yield loop
 
 
 def model(name: str, *states: VersionState, reason: str = "", coming: bool = False) -> Model:
@@ -74,14 +73,12 @@ def model(name: str, *states: VersionState, reason: str = "", coming: bool = Fal
 
 
 class Told:
-    """A notifier and the manager that receives its messages."""
+    """A notifier of a manager, and the state that it announces."""
 
     def __init__(self, loop: Any, address: str, ear: Ear, **environment: str) -> None:
         self.models: list[Model] = []
-        self.in_flight = 0
-        self.out_of_service = False
-        self.hear: Callable[[], dict[str, str]] = ear.hear
-        self.is_silent = ear.is_silent
+        self.in_flight, self.out_of_service = 0, False
+        self.hear, self.is_silent = ear.hear, ear.is_silent
         manager = ServiceManager({"NOTIFY_SOCKET": address, **environment}, os.getpid())
         self.announcer = Announcer(
             loop, manager, lambda: self.models, lambda: self.in_flight, lambda: self.out_of_service
@@ -112,6 +109,7 @@ def test_workers_get_the_variables_that_the_operator_names(monkeypatch: pytest.M
 
 
 def test_removed_variables_and_reported_addresses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    notify = {"NOTIFY_SOCKET": str(tmp_path / "nobody")}
     for usec, pid, seconds in (
         ("30000000", "17", 30),
         ("1", "", 1e-6),
@@ -119,18 +117,13 @@ def test_removed_variables_and_reported_addresses(tmp_path: Path, caplog: pytest
         ("x", "", 0),
         ("5000000", "18", 0),
     ):
-        variables = {
-            "NOTIFY_SOCKET": str(tmp_path / "nobody"),
-            "WATCHDOG_USEC": usec,
-            "WATCHDOG_PID": pid,
-            "PATH": "/bin",
-        }
+        variables = notify | {"WATCHDOG_USEC": usec, "WATCHDOG_PID": pid, "PATH": "/bin"}
         manager = ServiceManager(variables, 17)
         assert (variables, manager.watchdog_s) == ({"PATH": "/bin"}, seconds), "that of another process is ignored"
         manager.close()
     assert not ServiceManager({"NOTIFY_SOCKET": "vsock:2:1"}, 1)
     assert "NOTIFY_SOCKET is neither a path nor an abstract name" in caplog.text
-    manager = ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "nobody")}, 1)
+    manager = ServiceManager(notify, 1)
     manager.notify("READY=1", once=True)
     manager.close()
     assert "cannot notify the service manager of READY=1" in caplog.text

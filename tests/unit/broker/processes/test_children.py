@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 
-from shmserve.broker.observability.log_throttle import LINES, WINDOW_S, Throttle
+from shmserve.broker.observability.log_throttle import LINES
 from shmserve.broker.processes.children import LINE_BYTES, TAIL_LINES, Output, describe_exit, environment
 from shmserve.workers.process import log
 from tests.support.manual_loop import ManualLoop
@@ -44,28 +45,25 @@ class Child:
         self._end.close()
 
     def close(self) -> None:
-        self._end.close()
+        self.end()
         self.output.close()
 
 
-Make = Callable[..., Child]
-
-
 @pytest.fixture
-def child() -> Iterator[Make]:
-    made: list[Child] = []
-
-    def make(folders: Mapping[Path, Path] = MappingProxyType({})) -> Child:
-        made.append(Child(folders))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+def one() -> Iterator[Child]:
+    with closing(Child()) as made:
+        yield made
 
 
-def test_lines_and_their_levels(child: Make) -> None:
-    one = child()
+def test_lines_name_the_directories_of_the_owner() -> None:
+    folders = {Path("/run/x/generation-1/m"): Path("/models/m"), Path("/run/x/generation-2/b"): Path("/b")}
+    with closing(Child(folders)) as one:
+        found = one.write(b'error:   File "/run/x/generation-1/m/1/model.py", line 3\n/run/x/generation-2/b/y\n')
+        assert found == [("error", '  File "/models/m/1/model.py", line 3'), ("info", "/b/y")]
+        assert one.output.last_line() == "/b/y"
+
+
+def test_lines_and_their_levels(one: Child) -> None:
     assert one.read() == []
     assert one.write(b"verbose: one: more\nerror:no\nwarning: two\nhal") == [
         ("debug", "one: more"),
@@ -82,14 +80,9 @@ def test_lines_and_their_levels(child: Make) -> None:
     assert one.output.tail[-2:] == [r"error: \x1b[2J\xff\r", "the rest"]
     assert one.output.last_line() == one.output.last_line("nothing: ") == "the rest"
     assert one.output.last_line("ha") == "half"
-    # Lines name the directories of the owner.
-    other = child({Path("/run/x/generation-1/m"): Path("/models/m"), Path("/run/x/generation-2/b"): Path("/b")})
-    found = other.write(b'error:   File "/run/x/generation-1/m/1/model.py", line 3\n/run/x/generation-2/b/y\n')
-    assert found == [("error", '  File "/models/m/1/model.py", line 3'), ("info", "/b/y")]
-    assert other.output.last_line() == "/b/y"
 
 
-def test_internal_frames_are_removed_from_a_crash_report(child: Make) -> None:
+def test_internal_frames_are_removed_from_a_crash_report(one: Child) -> None:
     """They are only removed from a crash: a model may print any traceback."""
     ours = Path(log.__file__)
     printed = f'  File "{ours}", line 5, in say'
@@ -101,7 +94,6 @@ def test_internal_frames_are_removed_from_a_crash_report(child: Make) -> None:
         '  File "<frozen runpy>", line 88 in _run_code',
         printed,
     ]
-    one = child()
     text = "Fatal Python error: Segmentation fault"
     assert one.write(text.encode() + b"\n\n") == [("error", text), ("info", "")]
     found = one.write("".join(f"{line}\n" for line in lines).encode())
@@ -109,8 +101,7 @@ def test_internal_frames_are_removed_from_a_crash_report(child: Make) -> None:
     assert one.output.tail[-3:] == [*lines[:2], printed]
 
 
-def test_repeats_are_counted(child: Make) -> None:
-    one = child()
+def test_repeats_are_counted(one: Child) -> None:
     assert one.write(b"a\n" * 1000) == [("info", "a")]
     assert one.write(b"a\nb\n") == [("warning", "last message repeated 1,000 times"), ("info", "b")]
     assert one.write(b"b\n") == []
@@ -121,8 +112,7 @@ def test_repeats_are_counted(child: Make) -> None:
 
 
 @pytest.mark.parametrize(("width", "logged", "dropped"), [(3, LINES, 800), (9999, 104, 896)])
-def test_lines_over_a_limit_are_dropped_and_counted(child: Make, width: int, logged: int, dropped: int) -> None:
-    one = child()
+def test_lines_over_a_limit_are_dropped_and_counted(one: Child, width: int, logged: int, dropped: int) -> None:
     lines = [b"%0*d\n" % (width, number) for number in range(1000)]
     found = [entry for line in lines for entry in one.write(line)]
     assert found == [("info", f"{number:0{width}}"[:LINE_BYTES]) for number in range(logged)]
@@ -136,23 +126,13 @@ def test_lines_over_a_limit_are_dropped_and_counted(child: Make, width: int, log
     assert one.loop.timers == []
 
 
-def test_the_last_lines_of_a_child_are_logged_over_the_limit(child: Make) -> None:
-    one = child()
-    assert len(one.write(b"".join(b"%d\n" % number for number in range(LINES + 99)))) == LINES
-    one.output.finish()
-    (_, notice), *rest = one.take()
-    assert notice.startswith("99 lines")
-    assert rest == [("info", str(number)) for number in range(LINES + 99 - TAIL_LINES, LINES + 99)]
-    one = child()
-    one.write(b"half a line")
+def test_the_last_lines_of_a_child_are_logged_over_the_limit(one: Child) -> None:
+    assert len(one.write(b"".join(b"%d\n" % number for number in range(LINES + 99)) + b"half a line")) == LINES
     one.output.finish()  # a process that the child has started keeps the pipe open, so there is no end of file
-    assert one.take() == [("info", "half a line")]
-
-
-def test_notices_of_repeats_count_as_lines() -> None:
-    throttle = Throttle()
-    assert len([*throttle.admit([b"a", b"a", b"b", b"b"] * LINES, 0.0)]) == LINES
-    assert str([*throttle.admit([], WINDOW_S)][-1]).endswith(f"the limit is {LINES} lines or 1.0 MiB per second")
+    (_, notice), *rest = one.take()
+    assert notice.startswith("100 lines")
+    kept = [("info", str(number)) for number in range(LINES + 100 - TAIL_LINES, LINES + 99)]
+    assert rest == [*kept, ("info", "half a line")]
 
 
 def test_exit_statuses_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,18 +139,3 @@ def test_instances_get_the_cores_of_their_policy() -> None:
     config = model(group(3), group(1, "b", host_policy="big"), group(1, "c", host_policy="other"))
     assert dealt(config, cores) == [(cores.policies["cpu"], 2)] * 3 + [((6, 7), 2), ((), 8)]
     assert unknown_policies(config, cores.policies) == ("other",)
-
-
-@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 12), st.integers(2, 4))
-def test_more_instances_change_neither_names_nor_cores(count: int, more: int, others: int, size: int) -> None:
-    cores = CoreSet(tuple(range(2 * size)), (tuple(range(size)), tuple(range(size, 2 * size))))
-    rest = (group(others, "b"),) if others else ()
-    before = compile_instances(model(group(count), *rest), cores)
-    after = {spec.name: spec.cpus for spec in compile_instances(model(group(count + more), *rest), cores)}
-    if len(before) == 1:  # fewer than nodes: it has both
-        assert not before[0].cpus
-    else:
-        assert [(spec.name, after[spec.name]) for spec in before] == [(spec.name, spec.cpus) for spec in before]
-    for node in cores.nodes:
-        threads = sum(spec.threads for spec in before if spec.cpus == node)
-        assert threads <= max(size, sum(spec.cpus == node for spec in before))

@@ -31,14 +31,14 @@ RESET = f"reset it (nvidia-smi --gpu-reset -i {PCI})"
 ONE, TWO = {"uuid": "GPU-aa11", "pci": PCI}, {"uuid": "GPU-bb22", "pci": "00000000:AF:00.0"}
 
 
-def observed(*states: GpuState, xid: int = 0, later: float = 0.0) -> GpuHealth:
-    """A GPU with these states, the first before the Xid. `later`: seconds between the Xid and the last state."""
+def observed(*states: GpuState, xid: int = 0) -> GpuHealth:
+    """A GPU with these states, the first before the Xid."""
     health = GpuHealth(PCI, xids.FIXES)
     health.observe(states[0], 100.0)
     if xid:
         health.happened(xid, 100.0)
     for state in states[1:]:
-        health.observe(state, 100.0 + later)
+        health.observe(state, 100.0)
     return health
 
 
@@ -124,7 +124,6 @@ class Driver:
         os.mkfifo(fifo)
         self._fifo = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
         self._reports: queue.Queue[tuple[int, str]] = queue.Queue()
-        self.reports: list[tuple[int, str]] = []
         patch.setenv("STANDIN_GPU_STATES", str(self._states))
         patch.setenv("STANDIN_XIDS", str(fifo))
         patch.setattr(monitor, "RECHECK", 1e-6)
@@ -133,14 +132,12 @@ class Driver:
 
     def watch(self, *gpus: dict[str, Any], interval_s: float = 3600, rules: tuple[str, ...] = ()) -> GpuMonitor:
         self._patch.setenv("STANDIN_GPUS", json.dumps(gpus))
-
-        def report(number: int, reason: str) -> None:
-            self._reports.put((number, reason))
-
-        made = GpuMonitor(discover({}).devices, True, interval_s, report, map(xids.rule, rules))
-        made.start()
-        self._running = made
-        return made
+        rows = map(xids.rule, rules)
+        self._running = GpuMonitor(
+            discover({}).devices, True, interval_s, lambda *report: self._reports.put(report), rows
+        )
+        self._running.start()
+        return self._running
 
     def set(self, **states: dict[str, Any]) -> None:
         """The states of GPUs, by the end of their UUID."""

@@ -138,10 +138,7 @@ def test_a_group_that_is_still_in_use_is_removed_later(top: Path, monkeypatch: p
 
 @cases(
     (lambda top: (top / "cgroup.controllers").write_text("cpu pids\n"), "does not have the memory controller"),
-    (
-        lambda top: (top / "cgroup.controllers").unlink(),
-        "cannot read the control group of this process: No such file",
-    ),
+    (lambda top: (top / "cgroup.controllers").unlink(), "cannot read the control group of this process: No such file"),
     (lambda top: (top / "server").write_text(""), "below that of this service: File exists"),
 )
 def test_unusable_control_groups_are_refused_with_the_reason(spoil: Callable[[Path], Any], why: str, top: Path) -> None:
