@@ -1,6 +1,8 @@
-"""The offset allocator, compared with a model that keeps a map of bytes."""
+"""The offset allocator, compared with a model that keeps the size of each block."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import pytest
 from hypothesis import settings
@@ -20,29 +22,14 @@ class Naive(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = Blocks(SIZE, 64)
-        self.owner: list[int | None] = [None] * SIZE
         self.sizes: dict[int, int] = {}
-
-    def take(self, offset: int, size: int) -> None:
-        assert offset not in self.sizes
-        assert offset >= 0
-        assert offset + size <= SIZE
-        assert all(owner is None for owner in self.owner[offset : offset + size])
-        self.owner[offset : offset + size] = [offset] * size
-        self.sizes[offset] = size
-
-    def drop(self, offset: int) -> int:
-        size = self.sizes.pop(offset)
-        self.owner[offset : offset + size] = [None] * size
-        return size
+        """Offset -> size of each block."""
 
     def longest_run(self) -> int:
-        best = run = 0
-        for unit in range(0, SIZE, 64):
-            free = all(owner is None for owner in self.owner[unit : unit + 64])
-            run = run + 64 if free else 0
-            best = max(best, run)
-        return best
+        """Of free bytes, in units of 64."""
+        starts = [-(-(offset + size) // 64) * 64 for offset, size in sorted(self.sizes.items())]
+        ends = [offset // 64 * 64 for offset in sorted(self.sizes)]
+        return max(end - start for start, end in zip([0, *starts], [*ends, SIZE], strict=True))
 
     @rule(target=held, size=st.one_of(st.integers(0, 300), st.integers(0, SIZE + 64)))
     def allocate(self, size: int) -> MultipleResults[int] | int:
@@ -52,30 +39,33 @@ class Naive(RuleBasedStateMachine):
             assert self.longest_run() < rounded
             return multiple()
         assert offset % 64 == 0
-        self.take(offset, rounded)
+        self.sizes[offset] = rounded
         return offset
 
     @rule(target=held, offset=consumes(held), data=st.data())
     def split(self, offset: int, data: st.DataObject) -> MultipleResults[int]:
-        whole = self.drop(offset)
+        whole = self.sizes.pop(offset)
         sizes = data.draw(st.lists(st.integers(1, 1 + whole // 4), min_size=1, max_size=4))
         while sum(sizes) > whole:
             sizes.pop()
         offsets = self.blocks.split(offset, sizes)
         assert offsets[0] == offset
         sizes[-1] += whole - sum(sizes)
-        for piece, size in zip(offsets, sizes, strict=True):
-            self.take(piece, size)
+        self.sizes |= zip(offsets, sizes, strict=True)
         return multiple(*offsets)
 
     @rule(offset=consumes(held))
     def free(self, offset: int) -> None:
-        assert self.blocks.free(offset) == self.drop(offset)
+        assert self.blocks.free(offset) == self.sizes.pop(offset)
         with pytest.raises(InvalidRequest):
             self.blocks.free(offset)
 
     @invariant()
     def agrees(self) -> None:
+        """No block overlaps the next one or the end."""
+        offsets = [*sorted(self.sizes), SIZE]
+        assert offsets[0] >= 0
+        assert all(offset + self.sizes[offset] <= following for offset, following in pairwise(offsets))
         assert self.blocks.used == sum(self.sizes.values())
         assert self.blocks.free_bytes == SIZE - self.blocks.used
         for offset, size in self.sizes.items():

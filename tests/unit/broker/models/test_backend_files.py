@@ -4,6 +4,7 @@ changes."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,12 +13,13 @@ import pytest
 from shmserve.broker.models import backend_files as module
 from shmserve.broker.models import poller
 from shmserve.broker.models.backend_files import read_backend
-from shmserve.broker.models.catalog import Catalog, read_descriptor
+from shmserve.broker.models.catalog import Catalog
 from shmserve.broker.models.differences import compare
 from shmserve.broker.models.poller import Poll
 from shmserve.broker.models.repositories import ModelReading, Repositories
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy
+from shmserve.core.policy import InstanceSpec
 from shmserve.errors import InvalidRequest
 from shmserve.repo.backends import BACKEND_PINS, DIRECTORY, ENVIRONMENT_FILE
 from shmserve.repo.compile import CoreSet
@@ -44,18 +46,17 @@ def catalog_of(tmp_path: Path, backends: Path, sizes: Sizes | None = None) -> Ca
     return Catalog(repositories, {DIRECTORY: str(backends)}, CoreSet((0,)))
 
 
-def source_of(catalog: Catalog, name: str) -> tuple[int, Deploy]:
+def source_of(catalog: Catalog, name: str) -> int:
     (event,) = catalog.adopt(catalog.repositories.read(name))
     assert isinstance(event, Deploy)
-    return event.targets[0].source, event
+    return event.targets[0].source
 
 
 def order(catalog: Catalog, name: str) -> tuple[Mapping[str, str], str]:
     """The settings that a worker would get, and its environment."""
-    source, event = source_of(catalog, name)
-    spawn = Spawn(1 << 20, name, 1, source, event.targets[0].instances[0])
+    spawn = Spawn(1 << 20, name, 1, source_of(catalog, name), InstanceSpec(f"{name}_0"))
     load, descriptor = catalog.load_order(spawn)
-    read_descriptor(descriptor)
+    os.close(descriptor)
     return load.settings, catalog.worker_resources(spawn).environment
 
 
@@ -64,7 +65,7 @@ def test_a_version_keeps_the_files_of_its_backend(tmp_path: Path, backends: Path
         model(tmp_path / "models", name, MINE)
     model(tmp_path / "models", "plain")
     catalog = catalog_of(tmp_path, backends)
-    first = {name: source_of(catalog, name)[0] for name in ("a", "b", "plain")}
+    first = {name: source_of(catalog, name) for name in ("a", "b", "plain")}
     settings, environment = order(catalog, "a")
     folder = Path(settings[DIRECTORY]) / "mine"
     assert (folder / "utils" / "shared.py").read_text() == "A = 1\n"
@@ -77,9 +78,9 @@ def test_a_version_keeps_the_files_of_its_backend(tmp_path: Path, backends: Path
     (backends / "mine" / "utils" / "shared.py").write_text("A = 22\n")
     assert compare(catalog.loaded()) == {first["a"]: True, first["b"]: True, first["plain"]: False}
     assert (folder / "utils" / "shared.py").read_text() == "A = 1\n"
-    second = {name: source_of(catalog, name)[0] for name in first}
+    second = {name: source_of(catalog, name) for name in first}
     assert {name for name in first if first[name] != second[name]} == {"a", "b"}
-    assert {name: source_of(catalog, name)[0] for name in first} == second
+    assert {name: source_of(catalog, name) for name in first} == second
     assert (Path(order(catalog, "a")[0][DIRECTORY]) / "mine" / "utils" / "shared.py").read_text() == "A = 22\n"
 
 
@@ -135,22 +136,22 @@ def test_a_poll_finds_a_changed_backend(tmp_path: Path, backends: Path) -> None:
     poll = Poll(catalog_of(tmp_path, backends).repositories, 1.0, lambda: now, lambda: 0.0)
 
     def found() -> list[str]:
-        return [reading.scanned.name for reading in poll.check().readings]
+        """The models that one poll finds; the next one finds nothing."""
+        first, again = poll.check().readings, poll.check().readings
+        assert again == []
+        return [reading.scanned.name for reading in first]
 
     assert found() == ["a", "b", "plain"]
-    assert found() == []
-    (backends / "mine" / "utils" / "shared.py").write_text("A = 22\n")
-    assert found() == ["a"]
-    assert found() == []
-    (tmp_path / "models" / "a" / "config.pbtxt").write_text(MINE.replace("mine", "other"))
-    assert found() == ["a"]
-    (backends / "mine" / "model.py").write_text(SOURCE + "# not that of a any more\n")
-    assert found() == []
-    (backends / "other" / "model.py").write_text(SOURCE + "# that of both\n")
-    assert found() == ["a", "b"]
+    for path, text, expected in (
+        (backends / "mine" / "utils" / "shared.py", "A = 22\n", ["a"]),
+        (tmp_path / "models" / "a" / "config.pbtxt", MINE.replace("mine", "other"), ["a"]),
+        (backends / "mine" / "model.py", SOURCE + "# not that of a any more\n", []),
+        (backends / "other" / "model.py", SOURCE + "# that of both\n", ["a", "b"]),
+    ):
+        path.write_text(text)
+        assert found() == expected
     (backends / "other").rename(backends / "gone")
     assert found() == ["a", "b"]
-    assert found() == []
 
 
 def test_a_backend_of_many_models_is_read_once(tmp_path: Path, backends: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,14 +59,18 @@ class World:
         self._wall += seconds
         self._clock += seconds
 
-    def model(self, name: str, config: str = GOOD, root: Path | None = None) -> Path:
-        made = model(root or self.root, name, config)
+    def model(self, name: str, root: Path | None = None) -> Path:
+        made = model(root or self.root, name, GOOD)
         self.written()
         return made
 
     def write(self, path: Path, text: str) -> None:
         path.write_text(text)
         self.written()
+
+    def checked(self) -> list[str]:
+        """The models that are read now."""
+        return names(self.poll.check())
 
     def settled(self) -> PollChanges:
         self.later(SETTLE + 10)
@@ -93,47 +97,43 @@ def test_a_model_is_read_once_its_files_have_settled(world: World) -> None:
     world.model("m")
     for _ in range(3):
         found = world.poll.check()
-        assert names(found) == []
-        assert found.removed == []
+        assert (found[:2], list(found.names)) == (([], []), ["m"])
         assert found.recheck_s == SETTLE, "it makes sense to look before the next round"
-        assert list(found.names) == ["m"]
         world.later(SETTLE / 4)
     found = world.settled()
-    assert names(found) == ["m"]
-    assert found.readings[0].scanned.problem_texts == ()
-    assert found.readings[0].snapshot == snapshot.take(world.root / "m")
+    (reading,) = found.readings
+    assert (reading.scanned.problem_texts, reading.snapshot) == ((), snapshot.take(world.root / "m"))
     assert found.recheck_s == NEVER
     assert quiet(world.settled())
     for part in range(1, 6):  # a file that is still being copied
         world.write(world.root / "m" / "1" / "weights", "x" * part)
-        assert names(world.poll.check()) == []
+        assert world.checked() == []
         world.later(SETTLE * 0.9)
-        assert names(world.poll.check()) == []
+        assert world.checked() == []
     (reading,) = world.settled().readings
     assert reading.snapshot is not None
     assert reading.snapshot.files["1/weights"][0] == 5
     world.model("n")
-    world.later(SETTLE + 10)
-    assert names(world.poll.check()) == ["n"], "its files are old when they are found"
+    assert names(world.settled()) == ["n"], "its files are old when they are found"
 
 
 def test_clocks_that_differ(world: World) -> None:
     """The clock of the disk's machine differs from the local one, so the poller compares two checks."""
     folder = world.model("m")
     world.written(-1e6)
-    assert names(world.poll.check()) == []
+    assert world.checked() == []
     world.later(SETTLE * 0.9)
-    assert names(world.poll.check()) == []
+    assert world.checked() == []
     (folder / "1" / "weights").write_text("more")
     for _ in range(2):
         world.later(SETTLE * 0.9)
-        assert names(world.poll.check()) == []
+        assert world.checked() == []
     world.later(SETTLE * 0.2)
-    assert names(world.poll.check()) == ["m"]
+    assert world.checked() == ["m"]
     assert quiet(world.settled())
     world.model("n")
     world.written(1e6)
-    assert names(world.poll.check()) == ["n"], "all are old; the worker sees whether they change while it loads them"
+    assert world.checked() == ["n"], "all are old; the worker sees whether they change while it loads them"
     assert quiet(world.settled())
 
 
@@ -168,24 +168,20 @@ def test_a_model_that_vanishes_between_two_polls_or_while_it_is_read(world: Worl
 
 
 def test_a_broken_model_is_reported_once_per_change(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = world.model("m", GOOD.replace("max_batch_size", "max_bach_size"))
-    found = world.settled()
-    assert names(found) == ["m"]
-    assert "max_batch_size" in found.readings[0].scanned.problem_texts[0]
-    for _ in range(3):
-        assert quiet(world.settled())
-    world.write(folder / "config.pbtxt", GOOD.replace("identity", "identty"))
-    (problem,) = world.settled().readings[0].scanned.problem_texts
-    assert "identity" in problem
-    assert quiet(world.settled())
+    folder = world.model("m")
+    for fault, text in (("max_bach_size", "max_batch_size"), ("identty", "identity")):
+        world.write(folder / "config.pbtxt", GOOD.replace(text, fault))
+        (problem,) = world.settled().readings[0].scanned.problem_texts
+        assert text in problem
+        for _ in range(2):
+            assert quiet(world.settled())
     world.write(folder / "config.pbtxt", GOOD)
     assert world.settled().readings[0].scanned.problem_texts == ()
     with monkeypatch.context() as patch:
         patch.setattr(snapshot, "ENTRIES", 1)
-        assert names(world.poll.check()) == []
-        found = world.settled()
-        assert names(found) == ["m"], "who reads it says what is wrong"
-        assert found.readings[0].snapshot is None
+        assert world.checked() == []
+        (reading,) = world.settled().readings
+        assert reading.snapshot is None, "who reads it says what is wrong"
         assert quiet(world.settled())
     (reading,) = world.settled().readings
     assert reading.snapshot is not None
@@ -206,12 +202,10 @@ def test_a_model_in_two_repositories(tmp_path: Path) -> None:
     assert quiet(world.settled())
     shutil.rmtree(second / "m")
     found = world.settled()
-    assert names(found) == ["m"]
-    assert found.readings[0].scanned.path == first / "m"
-    assert found.readings[0].scanned.problem_texts == ()
-    assert found.removed == []
+    (reading,) = found.readings
+    assert (reading.scanned.path, reading.scanned.problem_texts, found.removed) == (first / "m", (), [])
     world.model("m", root=second)
-    assert names(world.poll.check()) == ["m"]
+    assert world.checked() == ["m"]
     shutil.rmtree(first / "m")
     assert world.settled().readings[0].scanned.path == second / "m"
     shutil.rmtree(second / "m")
@@ -248,7 +242,7 @@ def test_at_startup_models_are_read_without_waiting_for_them_to_settle(world: Wo
     assert names(world.poll.check(at_start=True)) == ["m"]
     assert names(world.settled()) == []
     world.write(folder / "1" / "more", "half")
-    assert names(world.poll.check()) == []
+    assert world.checked() == []
     assert names(world.settled()) == ["m"]
     other = world.model("n")
     world.repositories.before = lambda: world.write(other / "1" / "more", "half")

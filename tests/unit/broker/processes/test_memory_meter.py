@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -57,24 +54,13 @@ def test_shared_pages_count_proportionally(monkeypatch: pytest.MonkeyPatch) -> N
     """A process is measured when it has loaded its model; until then its resident memory is shown."""
     texts = {"smaps_rollup": b"...\nRss: 9000 kB\nPss: 3000 kB\nPss_Anon: 2000 kB\n"}
     monkeypatch.setattr(procfs, "_read", lambda pid, name: texts.get(name) or Path(f"/proc/{pid}/{name}").read_bytes())
-    pid = os.getpid()
-
-    async def measure() -> None:
-        loop, measured = asyncio.get_running_loop(), asyncio.Event()
-
-        def call_soon_threadsafe(callback: Any, *arguments: Any) -> None:
-            loop.call_soon_threadsafe(callback, *arguments)
-            loop.call_soon_threadsafe(measured.set)
-
-        noting = SimpleNamespace(call_later=loop.call_later, call_soon_threadsafe=call_soon_threadsafe)
-        memory = ProcessMemory(noting, lambda: [pid])
-        assert memory.bytes_of(pid) == pytest.approx(procfs.usage(pid).resident_bytes, rel=0.5)
-        memory.loaded(pid)
-        await measured.wait()
-        assert memory.bytes_of(pid) == 3000 * 1024
-        memory.close()
-
-    asyncio.run(measure())
+    pid, loop = os.getpid(), ThreadedLoop()
+    memory = ProcessMemory(loop, lambda: [pid])
+    assert memory.bytes_of(pid) == pytest.approx(procfs.usage(pid).resident_bytes, rel=0.5)
+    memory.loaded(pid)
+    loop.run_one()
+    assert memory.bytes_of(pid) == 3000 * 1024
+    memory.close()
 
 
 def test_workers_are_measured_and_changes_reported() -> None:
@@ -85,27 +71,24 @@ def test_workers_are_measured_and_changes_reported() -> None:
     segment = (first << 32) + 1
     world.turn([(first, Map(segment, 5 * MIB, None, "uid:1000"))])
 
-    async def measure() -> None:
-        reported: asyncio.Queue[Measured] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        meter = MemoryMeter(loop, world.core.state, lambda peer: os.getpid(), lambda pid: 7, reported.put_nowait)
+    reported, loop = list[Measured](), ThreadedLoop()
+    meter = MemoryMeter(loop, world.core.state, lambda peer: os.getpid(), lambda pid: 7, reported.append)
+    meter.measure()
+    loop.run_one()
+    one, other = reported
+    assert {one.peer, other.peer} == {first, second}
+    assert abs(one.host - other.host - 5 * MIB) < MIB, "what it owns in shared memory counts"
+    assert one.peak >= one.host
+    assert (one.gpu, other.gpu) == (0, 0), "they are not on a GPU"
+    world.turn([(0, one), (0, other)])
+    size = 16 * MIN_CHANGE
+    # Not from malloc, which may reuse memory that was freed before.
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:
+        block.write(bytes(size))
         meter.measure()
-        one, other = await reported.get(), await reported.get()
-        assert {one.peer, other.peer} == {first, second}
-        assert abs(one.host - other.host - 5 * MIB) < MIB, "what it owns in shared memory counts"
-        assert one.peak >= one.host
-        assert (one.gpu, other.gpu) == (0, 0), "they are not on a GPU"
-        world.turn([(0, one), (0, other)])
-        size = 16 * MIN_CHANGE
-        # Not from malloc, which may reuse memory that was freed before.
-        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:
-            block.write(bytes(size))
-            meter.measure()
-            again = await reported.get()
-        assert again.host >= one.host + size // 2
-        meter.close()
-
-    asyncio.run(measure())
+        loop.run_one()
+    assert reported[2].host >= one.host + size // 2
+    meter.close()
     for _, instance in world.core.state.instances.values():
         assert instance.memory[0] > 5 * MIB
 
