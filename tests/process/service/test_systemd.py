@@ -92,8 +92,8 @@ def unit(tmp_path: Path) -> Path:
     command = tmp_path / "opt" / "bin" / "shmserve"
     command.write_text("#!/bin/sh\n")
     command.chmod(0o755)
-    (tmp_path / "opt" / "share" / "doc" / "shmserve" / "operations.md").touch()
-    (tmp_path / "opt" / "share" / "doc" / "shmserve" / "http.md").touch()
+    for name in ("operations.md", "http.md"):
+        (tmp_path / "opt" / "share" / "doc" / "shmserve" / name).touch()
     for name in ("shmserve.service", "shmserve-gateway.service", "shmserve.slice", "shmserve-mps.service"):
         text = (ROOT / "systemd" / name).read_text().replace("@PREFIX@", str(tmp_path / "opt"))
         (tmp_path / name).write_text(text)
@@ -354,9 +354,7 @@ def becomes_active_when_loaded(machine: Machine) -> None:
     (machine.path(GATES) / "load").unlink()
     machine.run("systemctl", "start", "shmserve")
     assert shown(machine, "ActiveState") == "active"
-    said = machine.run("systemctl", "status", "shmserve")
-    print(said)
-    assert 'Status: "serving 2 of 3 models; failed: bad"' in said
+    assert 'Status: "serving 2 of 3 models; failed: bad"' in machine.run("systemctl", "status", "shmserve")
 
 
 def processes_are_restricted(machine: Machine) -> None:
@@ -367,14 +365,20 @@ def processes_are_restricted(machine: Machine) -> None:
     workers_have_memory_limits(machine, main, pids)
     user = machine.run("id", "-u", "shmserve").strip()
     for pid in (main, *pids):
-        said = machine.run("cat", f"/proc/{pid}/status")
-        found = dict(line.split(":\t", 1) for line in said.splitlines() if ":\t" in line)
-        assert (found["Uid"].split(), int(found["CapBnd"], 16)) == ([user] * 4, 0)
-        assert (found["NoNewPrivs"], found["Seccomp"]) == ("1", "2")
-        assert machine.run("nsenter", "-t", pid, "-m", "touch", "/srv/x", code=1)
+        process_is_restricted(machine, pid, user)
     for pid in pids:
         names = {line.partition("=")[0] for line in machine.run("cat", f"/proc/{pid}/environ").split("\0")}
         assert not names & {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"}
+
+
+def process_is_restricted(machine: Machine, pid: str, user: str) -> list[str]:
+    """Returns the groups of the process."""
+    said = machine.run("cat", f"/proc/{pid}/status")
+    found = dict(line.split(":\t", 1) for line in said.splitlines() if ":\t" in line)
+    assert (found["Uid"].split(), int(found["CapBnd"], 16)) == ([user] * 4, 0)
+    assert (found["NoNewPrivs"], found["Seccomp"]) == ("1", "2")
+    assert machine.run("nsenter", "-t", pid, "-m", "touch", "/srv/x", code=1)
+    return found["Groups"].split()
 
 
 def workers_have_memory_limits(machine: Machine, main: str, pids: list[str]) -> None:
@@ -400,13 +404,10 @@ def workers_have_memory_limits(machine: Machine, main: str, pids: list[str]) -> 
 
 def access_follows_roles(machine: Machine) -> None:
     """R15: other users cannot even connect; members of the group may query but not operate; root may operate."""
-    said = machine.run(*STRANGER, SHMSERVE, "ready", "--runtime-dir", "/run/shmserve", code=1)
-    print(said)
-    assert "permission denied on its socket" in said
+    refused = machine.run(*STRANGER, SHMSERVE, "ready", "--runtime-dir", "/run/shmserve", code=1)
+    assert "permission denied on its socket" in refused
     assert "number" in machine.run(*MEMBER, SHMSERVE, "models")
-    refused = machine.run(*MEMBER, SHMSERVE, "restart", "number", code=1)
-    print(refused)
-    assert "operate" in refused
+    assert "operate" in machine.run(*MEMBER, SHMSERVE, "restart", "number", code=1)
     machine.run(SHMSERVE, "restart", "number")
 
 
@@ -431,12 +432,8 @@ def gateway_serves_http(machine: Machine) -> None:
     assert shown(machine, "StatusText", GATEWAY).startswith("listening: http on port 8000")
     assert asked(machine, "/v2/models/number/ready") == "200"
     first = shown(machine, "MainPID", GATEWAY)
-    said = machine.run("cat", f"/proc/{first}/status")
-    found = dict(line.split(":\t", 1) for line in said.splitlines() if ":\t" in line)
-    assert found["Uid"].split() == [machine.run("id", "-u", GATEWAY).strip()] * 4
-    assert machine.run("getent", "group", "shmserve").split(":")[2] in found["Groups"].split()
-    assert (int(found["CapBnd"], 16), found["NoNewPrivs"], found["Seccomp"]) == (0, "1", "2")
-    assert machine.run("nsenter", "-t", first, "-m", "touch", "/srv/x", code=1)
+    groups = process_is_restricted(machine, first, machine.run("id", "-u", GATEWAY).strip())
+    assert machine.run("getent", "group", "shmserve").split(":")[2] in groups
     with journal(machine, "HTTP on 127.0.0.1, port 8000", GATEWAY):
         machine.run("kill", "-KILL", first)
     assert asked(machine, "/v2/models/number/ready") == "200"

@@ -55,25 +55,11 @@ def test_a_server_uses_a_temporary_directory_and_leaves_nothing_behind(models: P
             use()
 
 
-def test_clients_survive_a_restart_and_a_crash(models: Path) -> None:
-    """Leaving the block after `kill` is no error."""
-    pids = set()
-    with Server(models) as server, server.client() as client:
-        for crashes in (False, True, True):
-            assert np.array_equal(client.infer("echo", {"x": X})["y"], X)
-            pids.add(server.pid)
-            if crashes:
-                server.kill()
-                with pytest.raises(RuntimeError, match="not running"):
-                    server.kill()
-            if len(pids) < 3:
-                server.restart()
-        assert server.log.count("ready: serving 1 of 1 models") == 3
-
-
 def test_a_server_without_a_block_with_options_and_a_directory(models: Path, tmp_path: Path) -> None:
     server = Server(models, "--log-verbose", "1", runtime_dir=tmp_path / "here")
     server.stop()
+    with pytest.raises(RuntimeError, match="not running"):
+        server.kill()
     for _ in range(2):
         server.start()
         assert (tmp_path / "here" / "lane.sock").is_socket()

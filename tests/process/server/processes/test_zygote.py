@@ -188,7 +188,8 @@ def test_child_processes_of_a_model_end_with_its_worker(place: Place) -> None:
         client.load("forks")
         child = int(client.infer("forks", {"x": np.ones((1, 1), np.float32)}, timeout=PATIENCE_S)["y"][0, 0])
         if is_killed:
-            os.kill(*pids(client, "forks").values(), signal.SIGKILL)
+            (worker,) = pids(client, "forks").values()
+            os.kill(worker, signal.SIGKILL)
         else:
             client.unload("forks", timeout=PATIENCE_S)
         await_end(child, 60)

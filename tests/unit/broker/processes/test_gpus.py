@@ -1,4 +1,4 @@
-"""The available GPUs, the visible ones, and their metrics, with a fake driver."""
+"""The available GPUs, the visible ones, their names and their metrics, with a fake driver."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from shmserve.broker.processes.gpus import monitor
 from shmserve.broker.processes.gpus.monitor import GpuMonitor
 from shmserve.extras import install_command
 from shmserve.repo.gpus import Gpu, Gpus, cpu_only, discover, visible
+from shmserve.shm.extents.cuda import name_of, parts_of, slice_uuid, uuid_bytes
 from tests.support.patience import PATIENCE_S
 from tests.support.workers.gpu.harness import standins
 
@@ -214,3 +215,22 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     answers.set()
     thread.join()
     made.close()
+
+
+GPU = bytes(range(1, 17))
+
+
+SLICE = "MIG-a65afc88-50b5-5ccf-b0a8-f93b3247ae9e"
+
+
+def test_a_process_in_a_slice_uses_the_uuid_of_the_slice() -> None:
+    """Two slices of one GPU differ, even if the runtime reports the UUID of the GPU for both."""
+    assert slice_uuid(GPU, SLICE) == uuid_bytes(SLICE) == bytes.fromhex("a65afc8850b55ccfb0a8f93b3247ae9e")
+    assert slice_uuid(GPU, f" {SLICE} ,MIG-x") == uuid_bytes(SLICE), "only the first device counts"
+    exported = bytes(64)
+    assert parts_of(name_of(exported, slice_uuid(GPU, SLICE))) != parts_of(name_of(exported, GPU))
+
+
+@pytest.mark.parametrize("visible", ["", "0", "1,2", "GPU-8f2c", "MIG-a65", "MIG-GPU-8f2c/1/0"])
+def test_otherwise_the_runtime_tells_the_uuid(visible: str) -> None:
+    assert slice_uuid(GPU, visible) == GPU
