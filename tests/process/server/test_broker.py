@@ -1,27 +1,37 @@
-"""The broker process: start, signals, the files of its directory, floods of messages, and clients that do not read."""
+"""The broker process: start, signals, the files of its directory, floods of messages, and processes that run out of
+descriptors, which announce lost segments again over a new connection."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import shmserve
 from bench.lib.raw_client import RawLane, Zmq
+from shmserve.errors import ConnectionLost
 from shmserve.protocol import codec
-from shmserve.protocol.messages import Answer, Ask, Fail, Goodbye, Infer, Reply, Tensor, Unmap
+from shmserve.protocol.messages import Answer, Ask, Fail, Goodbye, Infer, Map, Reply, Tensor, Unmap
 from shmserve.protocol.roles import OPERATIONS, QUERIES
 from shmserve.testing import Server
+from shmserve.transport.lane import Lane as ClientLane
+from shmserve.workers.link import BrokerLink as WorkerLink
 from tests.support.launch import Launched, identity
+from tests.support.living import await_connections
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
@@ -137,3 +147,49 @@ def test_a_server_with_a_missing_repository_runs_but_is_not_live(tmp_path: Path)
                 assert connection.getresponse().status == status
         assert client.models() == []
     assert "none is not a directory: serving no models; the server is neither live nor ready" in server.log
+
+
+SIZE = 1 << 16
+
+
+@contextmanager
+def no_descriptors(pid: int) -> Iterator[None]:
+    """Within the block, the process cannot open any file."""
+    taken = {int(entry.name) for entry in list(Path(f"/proc/{pid}/fd").iterdir()) if entry.is_symlink()}  # not our own
+    free = next(number for number in range(len(taken) + 1) if number not in taken)
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+def echo(client: shmserve.Client, value: float, size: int = SIZE) -> None:
+    x = np.full((1, size), value, np.float32)
+    assert np.array_equal(client.infer("echo", {"x": x}, timeout=PATIENCE_S)["y"], x)
+
+
+def test_a_client_announces_its_segments_again_over_a_new_connection(running: Launched) -> None:
+    with shmserve.Client(f"unix://{running.lane}") as client, shmserve.Client(f"unix://{running.lane}") as other:
+        echo(other, 1)
+        client.metadata("echo")  # connected, with no segment yet
+        await_connections(other, 2)
+        with no_descriptors(running.process.pid):
+            with pytest.raises(shmserve.Unavailable, match="too many open files"):
+                echo(client, 2)
+            echo(other, 3)  # its segments are now known
+        for value in (4, 5):
+            echo(client, value)
+        echo(client, 6, 4 * SIZE)
+
+
+@pytest.mark.parametrize("end", [ClientLane, WorkerLink], ids=["client", "worker"])
+def test_clients_and_workers_close_a_connection_that_lost_descriptors(end: Callable[[socket.socket], Any]) -> None:
+    """A client reconnects after ConnectionLost; a worker ends and is restarted."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link = end(ours)
+    with theirs, contextlib.closing(link), open(os.devnull) as file:
+        socket.send_fds(theirs, [codec.encode([Map(1 << 32, 4096)])], [file.fileno()])
+        with no_descriptors(os.getpid()), pytest.raises(ConnectionLost, match="RLIMIT_NOFILE"):
+            link.receive(*((1.0,) if end is ClientLane else ()))

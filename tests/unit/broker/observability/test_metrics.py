@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +26,6 @@ from shmserve.protocol.messages import Ask, Options, Return
 from shmserve.protocol.roles import ALL_ROLES, FORWARD
 from shmserve.shm.arena import Arena
 from shmserve.shm.extents import memfd
-from shmserve.system import procfs
 from tests import ROOT
 from tests.support.broker.metrics import MS, Seen, finish, infer, metrics, metrics_text, policy
 from tests.support.core.fakes.client import FakeClient
@@ -266,29 +263,6 @@ def test_the_largest_callers_of_gateways_have_series_without_their_names() -> No
     assert len(metrics(world).all("shmserve_caller_requests_total")) == SHOWN_CALLERS
 
 
-def test_resource_usage_of_a_process() -> None:
-    own = procfs.usage(os.getpid())
-    times = os.times()
-    assert own.cpu_seconds == pytest.approx(times.user + times.system, abs=0.1)
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    assert own.resident_bytes == pytest.approx(resident, rel=0.05)
-    assert procfs.usage(-1) == procfs.NO_USAGE
-    assert procfs.descriptors() == len(os.listdir("/proc/self/fd")) - 1
-    uptime = float(Path("/proc/uptime").read_text().split()[0])
-    assert 0 < own.started <= uptime
-
-
-def test_the_memory_and_the_cores_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    total, used = procfs.memory()
-    assert total == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 < used < total
-    assert 0 <= procfs.Cores().share() <= 1
-    looks = iter([(100, 1000), (100, 1001), (150, 1100), (450, 1200)])
-    monkeypatch.setattr(procfs, "_times", lambda: next(looks))
-    cores = procfs.Cores()
-    assert [cores.share() for _ in range(3)] == [0.0, 0.5, 1.0], "what is too short is not divided by"
-
-
 SUMMARIES = tuple(
     f"nv_inference_{what}_summary_us"
     for what in ("request", "queue", "compute_input", "compute_infer", "compute_output")
@@ -334,8 +308,7 @@ def test_summaries_of_the_cache() -> None:
     world.deploy(policy())
     world.deploy(replace(policy("n"), cached=True))
     world.core.state.cache.clock = itertools.count(0, 1000 * MS).__next__
-    client = world.connect("c")
-    cached = {"model": "n", "version": "1"}
+    client, cached = world.connect("c"), {"model": "n", "version": "1"}
     for number, name in enumerate("mnnnnn", 1):
         world.turn([infer(client, number, name)])
         if number <= 2:
