@@ -80,11 +80,8 @@ def test_values_change_the_pod() -> None:
     assert gpu["image"].endswith("-gpu")
     assert mig["resources"]["limits"]["nvidia.com/mig-1g.10gb"] == "1"
     secure = container(deployment("secure"))
-    assert {entry["name"] for entry in secure["env"]} == {
-        "SHMSERVE_TLS_CERT",
-        "SHMSERVE_TLS_KEY",
-        "SHMSERVE_TOKENS_FILE",
-    }
+    variables = {entry["name"] for entry in secure["env"]}
+    assert variables == {"SHMSERVE_TLS_CERT", "SHMSERVE_TLS_KEY", "SHMSERVE_TOKENS_FILE"}
     assert secure["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
     remote = container(deployment("remote"))
     assert remote["args"][-2:] == ["--model-repository", "s3://bucket/models"]

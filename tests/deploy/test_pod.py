@@ -16,7 +16,6 @@ import onnxruntime
 import pytest
 import trustme
 
-from tests import ROOT
 from tests.deploy import image, programs
 from tests.deploy.manifests import KSERVE, one, read
 from tests.deploy.pod import Pod, running
@@ -159,12 +158,6 @@ def test_a_request_in_flight_at_sigterm_is_answered(mortal: Pod) -> None:
     assert mortal.terminate() == 0
     long.join()
     assert answers == [200]
-
-
-def test_the_dockerfile_has_the_current_version() -> None:
-    version = re.search(r"^version = (.*)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
-    assert version
-    assert f"ARG VERSION={version[1]}\n" in (ROOT / "deploy/container/Dockerfile").read_text()
 
 
 GROUP = 10001

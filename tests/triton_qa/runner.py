@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import shmserve
 from tests.triton_qa.catalog import Suite
@@ -74,15 +75,8 @@ def run(suite: Suite, place: Workplace, data: Path, packages: Path, log: Path) -
     wrong = ""
     command = ["bash", suite.script, VERSION]
     with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+        process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **streams)
         try:
             process.wait(suite.limit_s)
         except subprocess.TimeoutExpired:

@@ -51,11 +51,8 @@ def test_either_header_names_the_caller() -> None:
 def test_only_a_trusted_proxy_names_callers() -> None:
     shares = CallerShares(ShareBounds(proxies=PROXIES))
     proxy, other = shares.connect("10.0.0.1"), shares.connect("203.0.113.1")
-    assert [proxy.payer("", named).name for named in ("203.0.113.9", "203.0.113.8", "")] == [
-        "203.0.113.9",
-        "203.0.113.8",
-        "10.0.0.1",
-    ]
+    for named, name in (("203.0.113.9", "203.0.113.9"), ("203.0.113.8", "203.0.113.8"), ("", "10.0.0.1")):
+        assert proxy.payer("", named).name == name
     assert proxy.payer("alice", "203.0.113.9").name == "token alice"
     assert proxy.payer("", "203.0.113.9") is proxy.payer("", "203.0.113.9")
     assert other.payer("", "203.0.113.9").name == "203.0.113.1", "any caller could send the header"

@@ -81,12 +81,8 @@ def test_a_plan_in_slices_is_the_plan_of_the_whole(
     text = body(json.dumps(values, indent=indent, ensure_ascii=ascii_), count, dtype)
     whole, cut = plan_of(text), finished(plan_in_slices(text, MOST))
     assert bytes(cut.inputs[0].data or b"") == whole.inputs[0].data
-    assert (cut.inputs[0].name, cut.inputs[0].shape, cut.options, cut.outputs) == (
-        whole.inputs[0].name,
-        whole.inputs[0].shape,
-        whole.options,
-        whole.outputs,
-    )
+    assert (cut.inputs[0].name, cut.inputs[0].shape) == (whole.inputs[0].name, whole.inputs[0].shape)
+    assert (cut.options, cut.outputs) == (whole.options, whole.outputs)
 
 
 @pytest.mark.parametrize("letter", ["a", "é", "\\n", "\\u00e9", "\\ud83d\\ude00", "\U0001f600"])

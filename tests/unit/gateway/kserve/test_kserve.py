@@ -140,12 +140,8 @@ def region(**more: Any) -> dict[str, Any]:
 
 
 def test_tensors_in_shared_memory() -> None:
-    found = plan_of(
-        request(
-            inputs=[{"name": "x", "shape": [2], "datatype": "FP32", "parameters": region(shared_memory_offset=4)}],
-            outputs=[{"name": "p", "parameters": region()}, {"name": "q"}],
-        )
-    )
+    tensor = {"name": "x", "shape": [2], "datatype": "FP32", "parameters": region(shared_memory_offset=4)}
+    found = plan_of(request(inputs=[tensor], outputs=[{"name": "p", "parameters": region()}, {"name": "q"}]))
     assert found.inputs == (InputPlan("x", "FP32", (2,), 8, None, RegionSlice("r", 4, 8)),)
     assert found.binary_bytes == 0
     assert found.places == {"p": RegionSlice("r", 0, 8)}
