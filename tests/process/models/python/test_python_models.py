@@ -35,6 +35,34 @@ pytestmark = pytest.mark.process
 
 LARGE = np.arange(300_000, dtype=np.float32).reshape(1, -1)
 
+FORKING = """
+import asyncio
+from multiprocessing import get_context
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+def ask(how, value):
+    x = pb_utils.Tensor("x", np.full((1, 1), value, np.float32))
+    request = pb_utils.InferenceRequest("none" if how == "unknown" else "leaf", ["y"], [x])
+    if how == "soon":
+        response = asyncio.run(request.async_exec())
+    elif how == "parts":
+        (response,) = request.exec(decoupled=True)
+    else:
+        response = request.exec()
+    if response.has_error():
+        return -1 if "none" in response.error().message() else -2
+    return float(pb_utils.get_output_tensor_by_name(response, "y").as_numpy()[0, 0])
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        with get_context("fork").Pool(2) as pool:  # ends its processes by SIGTERM
+            found = pool.starmap(ask, [("exec", 5), ("soon", 6), ("parts", 7), ("unknown", 8)])
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([found], np.float32))]) for _ in requests]
+"""
 IS_STACKED = parameters(stacked="true")
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 
@@ -65,7 +93,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
         ("caller", CALLER, ""), ("gather", GATHER, ""), ("many", MANY, DECOUPLED),
         ("sums", SUMS, DECOUPLED), ("wide", WIDE, DECOUPLED), ("relay", RELAY, DECOUPLED),
         ("spare", STACKED, ""), ("control", CONTROL, ""), ("moody", READY, ""),
-        ("stacked", STACKED, IS_STACKED),
+        ("stacked", STACKED, IS_STACKED), ("forking", FORKING, ""),
     ):  # fmt: skip
         add(repository, name, source, more)
     on_the_page(repository)
@@ -148,6 +176,10 @@ def test_many_concurrent_calls_return_all_memory(server: Launched, client: shmse
     del found, future, y, answers
     nothing_is_held(client)
     assert " ended: " not in server.log
+
+
+def test_processes_of_a_pool_call_models(client: shmserve.Client) -> None:
+    assert client.infer("forking", {"x": np.zeros((1, 1), np.float32)})["y"].tolist() == [[10, 12, 14, -1]]
 
 
 def test_the_examples_of_the_page(client: shmserve.Client) -> None:
