@@ -28,42 +28,46 @@ pytestmark = [
 openai = optional("openai")
 
 
+WRONG_TYPE = 'input [ { name: "text_input" data_type: TYPE_UINT8 dims: [ 1 ] } ]\n'
+WRONG_TEMPLATE = {"template": gguf_models.TEMPLATE.replace("endfor", "endfur")}
+INVALID: dict[str, tuple[dict[str, Any], str]] = {
+    "garbage": ({}, "model.gguf is not a GGUF file that llama.cpp can run: it does not begin with 'GGUF'"),
+    "half": ({}, "llama.cpp cannot load model.gguf: llama_model_load: error loading model: tensor"),
+    "template": (
+        {"network": WRONG_TEMPLATE},
+        "llama.cpp cannot load model.gguf: common_chat_templates_init: error: Unknown statement: endfur",
+    ),
+    "slots": ({"slots": "999"}, "slots of model 'slots' must be a number of sequences from 1 to 256, not '999'"),
+    "context": (
+        {"context_length": "513"},
+        "must be at most 512, the context length for which the model was trained, not '513'",
+    ),
+    "cache": ({"cache_type": "f17"}, "must be one of f32"),
+    "batch": ({"config": "max_batch_size: 4\n"}, "max_batch_size must be 0"),
+    "plain": (
+        {"config": "model_transaction_policy { decoupled: false }\n"},
+        "needs model_transaction_policy { decoupled: true }",
+    ),
+    "input": ({"config": WRONG_TYPE}, "input 'text_input' must be TYPE_STRING, not TYPE_UINT8"),
+    "kept": (
+        {"prompt_cache_mb": "1", "adapters": "a=model.gguf"},
+        "parameter prompt_cache_mb of model 'kept' must be 0 for a model with adapters, not '1'",
+    ),
+    "adapter": ({"adapters": "a=b.gguf"}, "version 1 of model 'adapter' has no file for the adapter 'a'"),
+    "draft": ({"draft_model": "b.gguf"}, "version 1 of model 'draft' has no file 'b.gguf'"),
+    "defaults": ({"sampling_parameters": r"{\"top_p\": 2}"}, "parameter sampling_parameters of model 'defaults'"),
+}
+"""What is special about a model, and the reason why it is not served."""
+
+
 def test_invalid_model_files_and_settings_are_reported(tmp_path: Path) -> None:
-    wrong_type = 'input [ { name: "text_input" data_type: TYPE_UINT8 dims: [ 1 ] } ]\n'
-    file = gguf_models.served(tmp_path, "garbage")
-    network = file.read_bytes()
-    file.write_bytes(b"garbage" * 99)
-    gguf_models.served(tmp_path, "half").write_bytes(network[: len(network) // 2])
-    gguf_models.served(tmp_path, "template", network={"template": gguf_models.TEMPLATE.replace("endfor", "endfur")})
-    gguf_models.served(tmp_path, "slots", slots="999")
-    gguf_models.served(tmp_path, "context", context_length="513")
-    gguf_models.served(tmp_path, "cache", cache_type="f17")
-    gguf_models.served(tmp_path, "batch", "max_batch_size: 4\n")
-    gguf_models.served(tmp_path, "plain", "model_transaction_policy { decoupled: false }\n")
-    gguf_models.served(tmp_path, "input", wrong_type)
-    gguf_models.served(tmp_path, "kept", prompt_cache_mb="1", adapters="a=model.gguf")
-    gguf_models.served(tmp_path, "adapter", adapters="a=b.gguf")
-    gguf_models.served(tmp_path, "draft", draft_model="b.gguf")
-    gguf_models.served(tmp_path, "defaults", sampling_parameters=r"{\"top_p\": 2}")
+    files = {name: gguf_models.served(tmp_path, name, **given) for name, (given, _) in INVALID.items()}
+    files["half"].write_bytes(files["garbage"].read_bytes()[: files["garbage"].stat().st_size // 2])
+    files["garbage"].write_bytes(b"garbage" * 99)
     with Server(tmp_path) as server, server.client() as client:
         reasons = {entry["name"]: entry["reason"] for entry in client.models()}
-    words = {
-        "garbage": "model.gguf is not a GGUF file that llama.cpp can run: it does not begin with 'GGUF'",
-        "half": "llama.cpp cannot load model.gguf: llama_model_load: error loading model: tensor",
-        "template": "llama.cpp cannot load model.gguf: common_chat_templates_init: error: Unknown statement: endfur",
-        "slots": "parameter slots of model 'slots' must be a number of sequences from 1 to 256, not '999'",
-        "context": "must be at most 512, the context length for which the model was trained, not '513'",
-        "cache": "must be one of f32",
-        "batch": "max_batch_size must be 0",
-        "plain": "needs model_transaction_policy { decoupled: true }",
-        "input": "input 'text_input' must be TYPE_STRING, not TYPE_UINT8",
-        "kept": "parameter prompt_cache_mb of model 'kept' must be 0 for a model with adapters, not '1'",
-        "adapter": "version 1 of model 'adapter' has no file for the adapter 'a'",
-        "draft": "version 1 of model 'draft' has no file 'b.gguf'",
-        "defaults": "parameter sampling_parameters of model 'defaults'",
-    }
-    assert {name: reasons[name] for name in words if words[name] not in reasons[name]} == {}
-    assert reasons.keys() == words.keys()
+    assert {name: reasons[name] for name, (_, text) in INVALID.items() if text not in reasons[name]} == {}
+    assert reasons.keys() == INVALID.keys()
 
 
 def test_grammars_samplers_and_draft_models(shared_server: SharedServer, tmp_path: Path) -> None:

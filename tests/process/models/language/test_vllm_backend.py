@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.errors import ModelFailed, ServeError
+from shmserve.errors import ServeError
 from shmserve.testing import Server
 from tests.process.models.language.engines import continuations
 from tests.support.living import until
@@ -106,25 +106,6 @@ def test_prompts_are_completed(text: Text) -> None:
     parts = [part for part in text.stream("hello", TOKENS, stream=True) if "text_output" in part]
     assert len(parts) > 1
     assert "".join(part["text_output"][0].decode() for part in parts) == expected
-
-
-def test_requested_outputs_are_returned(text: Text) -> None:
-    more = {"return_finish_reason": True, "return_num_input_tokens": True, "return_num_output_tokens": True}
-    (found,) = text.stream("hello", 5, **more)
-    assert found["finish_reason"].tolist() == [b"length"]
-    assert found["num_input_tokens"].item() == len("hello")
-    assert found["num_output_tokens"].item() == 5
-    settings = json.dumps({"temperature": 0, "max_tokens": 3, "ignore_eos": True})
-    (found,) = text.stream("hello", 5, sampling_parameters=settings, return_num_output_tokens=True)
-    assert found["num_output_tokens"].item() == 3, "the input takes precedence over the parameters"
-
-
-def test_errors_of_a_request(text: Text) -> None:
-    with pytest.raises(ModelFailed, match="Error generating stream"):
-        text.complete("hello" * LENGTH, TOKENS)
-    with pytest.raises(ModelFailed, match="LoRA feature is not enabled"):
-        text.complete("hello", TOKENS, sampling_parameters='{"lora_name": "none"}')
-    assert text.complete("hello", 1) == "hello" + text.expected["hello"][:1]
 
 
 def test_a_cancelled_request_is_aborted_in_the_engine(text: Text) -> None:

@@ -38,10 +38,8 @@ class Asked(TypedDict):
 
 
 class Answers(TypedDict):
-    """`vectors`: for each pooling, those of the texts."""
-
     continuations: list[str]
-    vectors: dict[str, list[list[float]]]
+    vectors: list[list[float]]
     scores: list[float]
 
 
@@ -92,19 +90,15 @@ def _eyes(folder: Path, prompts: list[tuple[str, list[str]]], count: int) -> lis
     return [continued(*prompt) for prompt in prompts]
 
 
-def _vectors(folder: Path, texts: list[str]) -> dict[str, list[list[float]]]:
+def _vectors(folder: Path, texts: list[str]) -> list[list[float]]:
+    """The means of the states."""
     torch = import_module("torch")
     tokens = vllm_network.tokenizer()
     made = vllm_network.network(tokens.get_vocab_size())
     made.save_pretrained(folder)
     vllm_network.write_tokenizer(folder, tokens, vllm_network.TEMPLATE)
-    states = [made.model(torch.tensor([tokens.encode(text).ids])).last_hidden_state[0] for text in texts]
-    pooled = {
-        "mean": [state.mean(0) for state in states],
-        "cls": [state[0] for state in states],
-        "last": [state[-1] for state in states],
-    }
-    return {name: [(vector / vector.norm()).tolist() for vector in vectors] for name, vectors in pooled.items()}
+    means = [made.model(torch.tensor([tokens.encode(text).ids])).last_hidden_state[0].mean(0) for text in texts]
+    return [(mean / mean.norm()).tolist() for mean in means]
 
 
 def _scores(folder: Path, pairs: list[tuple[str, str]]) -> list[float]:

@@ -319,38 +319,34 @@ def test_credentials_are_sent_only_to_the_origin_of_the_repository(
     assert set(_Elsewhere.seen) == {None}
 
 
-class _NoLength(_Files):
-    """Says of no file how long it is."""
+class _Without(_Files):
+    """Sends no header of this name with a file."""
+
+    hidden = ""
 
     def send_header(self, keyword: str, value: str) -> None:
-        if keyword != "Content-Length" or self.path.endswith("/"):
+        if keyword != self.hidden or self.path.endswith("/"):
             super().send_header(keyword, value)
 
 
-class _NoTime(_Files):
-    """Says of no file when it changed."""
-
-    def send_header(self, keyword: str, value: str) -> None:
-        if keyword != "Last-Modified":
-            super().send_header(keyword, value)
-
-
-def test_files_without_a_time_are_downloaded_by_each_load(tmp_path: Path) -> None:
+def test_files_without_a_time_are_downloaded_by_each_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Without, "hidden", "Last-Modified")
     config = tmp_path / "www/repo/m/config.pbtxt"
     config.parent.mkdir(parents=True)
-    with files(tmp_path / "www", _NoTime) as url, mirrored(f"{url}/repo", tmp_path / "cache") as mirror:
+    with files(tmp_path / "www", _Without) as url, mirrored(f"{url}/repo", tmp_path / "cache") as mirror:
         for content in (b"one", b"two"):
             config.write_bytes(content)
             assert mirror.sync().state == "published"
             assert mirror.files() == {"config.pbtxt": content}
 
 
-def test_bytes_of_unknown_length_are_counted_as_they_arrive(tmp_path: Path) -> None:
+def test_bytes_of_unknown_length_are_counted_as_they_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Without, "hidden", "Content-Length")
     (tmp_path / "www/repo/m").mkdir(parents=True)
     file = tmp_path / "www/repo/m/weights"
     file.write_bytes(data_of(10 << 20))
     limit = 3 << 20
-    with files(tmp_path / "www", _NoLength) as url, mirrored(f"{url}/repo", tmp_path / "cache", limit) as mirror:
+    with files(tmp_path / "www", _Without) as url, mirrored(f"{url}/repo", tmp_path / "cache", limit) as mirror:
         outcome = mirror.sync()
         assert outcome.state == "failed"
         assert f"its limit is {limit} bytes" in outcome.text

@@ -36,6 +36,14 @@ class _StandIn(BaseHTTPRequestHandler):
     remaining: ClassVar[int] = 1 << 30
     """How many ranges are sent before the server closes connections."""
 
+    def listed(self, query: dict[str, list[str]]) -> tuple[list[str], list[str]]:
+        """The files that a query asks for, and the folders at its delimiter."""
+        prefix, delimiter = (query.get(name, [""])[0] for name in ("prefix", "delimiter"))
+        names = sorted(name for name in self.files if name.startswith(prefix))
+        inside = [name for name in names if not (delimiter and delimiter in name.removeprefix(prefix))]
+        folders = {prefix + name.removeprefix(prefix).split("/")[0] + "/" for name in names if name not in inside}
+        return inside, sorted(folders)
+
     def send_range(self, data: bytes, damaged: bool) -> None:
         self.spans.append(self.headers.get("Range", ""))
         if len(self.spans) > self.remaining:
@@ -62,13 +70,16 @@ class _StandIn(BaseHTTPRequestHandler):
         pass
 
 
-def mirror_changes(kind: type[_StandIn], url: str, cache: Path) -> None:
-    """A model's content is compared with the store's MD5, and a change is followed."""
+def mirror_changes(kind: type[_StandIn], url: str, cache: Path, large: str = "MD5", small: str = "MD5") -> str:
+    """A model's content is compared with the store's hashes, and a change is followed. Returns the text of an error."""
     data = data_of(3 * PIECE)
     kind.files = {"served/m/config.pbtxt": b"name", "served/m/1/model.bin": data, "served/n/config.pbtxt": b""}
-    kind.damaged = {"served/m/1/model.bin"}
     with mirrored(url, cache) as mirror:
-        assert "model.bin: the MD5 of what was downloaded is not the store's" in mirror.sync().text
+        for name, value in (("1/model.bin", large), ("config.pbtxt", small)):
+            kind.damaged = {f"served/m/{name}"}
+            outcome = mirror.sync()
+            assert outcome.state == "failed"
+            assert f"{name}: the {value} of what was downloaded is not the store's" in outcome.text
         kind.damaged = set()
         assert mirror.sync().state == "published"
         assert mirror.files() == {"config.pbtxt": b"name", "1/model.bin": data}
@@ -77,6 +88,7 @@ def mirror_changes(kind: type[_StandIn], url: str, cache: Path) -> None:
         assert mirror.sync().state == "published"
         assert mirror.files()["config.pbtxt"] == b"other"
         assert mirror.sync("zz").state == "absent"
+    return outcome.text
 
 
 class _Hub(_StandIn):
@@ -122,30 +134,6 @@ class _Hub(_StandIn):
         return list(entries.values())
 
 
-def test_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses a fake of the API. The content is compared with git's hash, or with the SHA-256 of a large file."""
-    pytest.importorskip("huggingface_hub")
-    data = data_of(3 * PIECE)
-    _Hub.files = {"served/m/config.pbtxt": b"name", "served/m/1/model.bin": data, "README.md": b"x"}
-    _Hub.damaged = {"served/m/1/model.bin"}
-    with web_server(_Hub) as url:
-        monkeypatch.setenv("HF_ENDPOINT", url)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-        monkeypatch.setenv("HF_TOKEN", "hf_secretsecret")
-        with mirrored("hf://owner/models/served", tmp_path / "cache") as mirror:
-            outcome = mirror.sync()
-            assert outcome.state == "failed"
-            assert "model.bin: the SHA-256 of what was downloaded is not the store's" in outcome.text
-            _Hub.damaged = {"served/m/config.pbtxt"}
-            assert "config.pbtxt: the git hash of what" in mirror.sync().text
-            _Hub.damaged = set()
-            assert mirror.sync().state == "published"
-            assert mirror.files() == {"config.pbtxt": b"name", "1/model.bin": data}
-            assert mirror.sync().state == "unchanged"
-            assert _Hub.tokens >= {"Bearer hf_secretsecret"}
-            assert "hf_secretsecret" not in outcome.text
-
-
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Hub]]:
     pytest.importorskip("huggingface_hub")
@@ -155,6 +143,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Hub]]
         monkeypatch.setenv("HF_ENDPOINT", url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         yield _Hub
+
+
+def test_hugging_face(hub: type[_Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The content is compared with git's hash, or with the SHA-256 of a large file."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secretsecret")
+    text = mirror_changes(hub, "hf://owner/models/served", tmp_path / "cache", "SHA-256", "git hash")
+    assert hub.tokens >= {"Bearer hf_secretsecret"}
+    assert "hf_secretsecret" not in text
 
 
 def pull(*words: str | Path, code: int = 0) -> tuple[str, str]:
@@ -253,17 +249,15 @@ class _Google(_StandIn):
         path, query = unquote(urlsplit(self.path).path), parse_qs(urlsplit(self.path).query)
         name = path.partition("/o/")[2]
         if path.endswith("/b/b/o"):
-            self.send(json.dumps(self._list(query.get("prefix", [""])[0], query.get("delimiter", [""])[0])).encode())
+            self.send(json.dumps(self._list(query)).encode())
         elif name in self.files and "/download/" in path:
             self.send_range(self.files[name], name in self.damaged)
         else:
             self.send(b"{}", 404)
 
-    def _list(self, prefix: str, delimiter: str) -> dict[str, Any]:
-        names = [name for name in self.files if name.startswith(prefix)]
-        inside = [name for name in names if not (delimiter and delimiter in name.removeprefix(prefix))]
-        folders = {prefix + name.removeprefix(prefix).split("/")[0] + "/" for name in names if name not in inside}
-        return {"items": [self._object(name) for name in inside], "prefixes": sorted(folders)}
+    def _list(self, query: dict[str, list[str]]) -> dict[str, Any]:
+        inside, folders = self.listed(query)
+        return {"items": [self._object(name) for name in inside], "prefixes": folders}
 
     def _object(self, name: str) -> dict[str, str]:
         data = self.files[name]
@@ -297,21 +291,15 @@ class _Azure(_StandIn):
         path, query = unquote(urlsplit(self.path).path), parse_qs(urlsplit(self.path).query)
         name = path.removeprefix("/acc/c/")
         if query.get("comp") == ["list"]:
-            listing = self._list(query.get("prefix", [""])[0], query.get("delimiter", [""])[0])
-            self.send(_LISTING.format(blobs=listing).encode())
+            inside, folders = self.listed(query)
+            prefixes = [f"<BlobPrefix><Name>{folder}</Name></BlobPrefix>" for folder in folders]
+            self.send(_LISTING.format(blobs="".join([*map(self._blob, inside), *prefixes])).encode())
         elif name in self.files:
             self.send_range(self.files[name], name in self.damaged)
         else:
             self.send(b"", 404, x_ms_error_code="BlobNotFound")
 
     do_HEAD = do_GET
-
-    def _list(self, prefix: str, delimiter: str) -> str:
-        names = sorted(name for name in self.files if name.startswith(prefix))
-        inside = [name for name in names if not (delimiter and delimiter in name.removeprefix(prefix))]
-        folders = {prefix + name.removeprefix(prefix).split("/")[0] + "/" for name in names if name not in inside}
-        prefixes = [f"<BlobPrefix><Name>{folder}</Name></BlobPrefix>" for folder in sorted(folders)]
-        return "".join([*map(self._blob, inside), *prefixes])
 
     def _blob(self, name: str) -> str:
         data = self.files[name]

@@ -25,6 +25,7 @@ pytest.importorskip("s3fs")
 pytestmark = pytest.mark.process
 
 MODULE = "shmserve.repo.remote.main"
+EXPLICIT = ("--model-control-mode", "explicit")
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,12 @@ def put(store: ObjectStore, place: Path, name: str, number: int, repository: str
     store.put_model(repository, generation(folder, name, number))
 
 
+def serving(folder: Path, url: str, *options: str) -> Server:
+    """A server with a local repository beside a remote one."""
+    cache = ("--cache-directory", str(folder / "cache"))
+    return Server(folder / "local", "--model-repository", url, *cache, *options)
+
+
 def mirror_pid(server: Server) -> int:
     for pid in children_of(server.pid):
         if MODULE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -61,13 +68,10 @@ def mirror_pid(server: Server) -> int:
 
 
 def test_models_are_loaded_on_request(store: ObjectStore, proxy: Proxy, tmp_path: Path) -> None:
-    local = tmp_path / "local"
-    generation(local, "near", 1)
+    generation(tmp_path / "local", "near", 1)
     put(store, tmp_path, "far", 1)
     put(store, tmp_path, "other", 1)
-    options = ("--model-repository", proxy.url, "--model-control-mode", "explicit", "--load-model", "far")
-    cache = ("--cache-directory", str(tmp_path / "cache"))
-    with Server(local, *options, *cache) as server, server.client() as client:
+    with serving(tmp_path, proxy.url, *EXPLICIT, "--load-model", "far") as server, server.client() as client:
         assert answer(client, "far") == 1
         until(client, lambda: "other/" in index(client), "a model that was not downloaded is listed")
         assert not proxy.ranges("/other/")
@@ -97,16 +101,13 @@ def test_a_killed_download_is_resumed_and_the_secret_is_kept(store: ObjectStore,
     """The model has two pieces, and is loaded automatically because an ensemble needs it."""
     put(store, tmp_path, "step", 3)
     store.put("repo/step/1/weights.bin", os.urandom(PIECE_BYTES + 1000))
-    local = tmp_path / "local"
-    ensemble(local, "both", "x", "y", "step(x:x)->(y:y)", more="max_batch_size: 8")
-    options = ("--model-repository", proxy.url, "--model-control-mode", "explicit")
-    cache = ("--cache-directory", str(tmp_path / "cache"))
+    ensemble(tmp_path / "local", "both", "x", "y", "step(x:x)->(y:y)", more="max_batch_size: 8")
     last = f"bytes={PIECE_BYTES}-"
 
     def is_last(path: str) -> bool:
         return "weights" in path and proxy.ranges("weights")[-1].startswith(last)
 
-    with Server(local, *options, *cache) as server, server.client() as client, server.client() as other:
+    with serving(tmp_path, proxy.url, *EXPLICIT) as server, server.client() as client, server.client() as other:
         proxy.holds = is_last
         proxy.gate.clear()
         with ThreadPoolExecutor(1) as pool:
@@ -144,9 +145,7 @@ def test_unloading_a_model_frees_cache_space(store: ObjectStore, proxy: Proxy, t
         put(store, tmp_path, name, 1, "room")
         store.put(f"room/{name}/1/weights.bin", os.urandom(60_000))
     (tmp_path / "local").mkdir()
-    options = ("--model-repository", url, "--model-control-mode", "explicit", "--remote-cache-size", "100000")
-    cache = ("--cache-directory", str(tmp_path / "cache"))
-    with Server(tmp_path / "local", *options, *cache) as server, server.client() as client:
+    with serving(tmp_path, url, *EXPLICIT, "--remote-cache-size", "100000") as server, server.client() as client:
         client.load("first")
         with pytest.raises(shmserve.Unavailable, match="raise --remote-cache-size, or unload models"):
             client.load("second")
@@ -168,11 +167,9 @@ def test_changes_are_polled_and_models_survive_a_lost_store(store: ObjectStore, 
     proxy, url = failing, failing.url.replace("/repo", "/away")
     for name in ("stays", "goes"):
         put(store, tmp_path, name, 1, "away")
-    local = tmp_path / "local"
-    generation(local, "near", 1)
-    cache = ("--cache-directory", str(tmp_path / "cache"))
+    generation(tmp_path / "local", "near", 1)
     follow = ("--model-control-mode", "poll", "--repository-poll-secs", "0.2")
-    with Server(local, "--model-repository", f"{proxy.url}2", *follow, *cache) as server, server.client() as client:
+    with serving(tmp_path, f"{proxy.url}2", *follow) as server, server.client() as client:
         assert list(index(client)) == ["near/1"]
         assert not client.ready()
         put(store, tmp_path, "late", 1, repository="repo2")
@@ -181,9 +178,8 @@ def test_changes_are_polled_and_models_survive_a_lost_store(store: ObjectStore, 
         assert answer(client, "late") == 1
         assert "served unchanged" not in server.log, "there was nothing to serve"
     with pytest.raises(RuntimeError, match="ended with code 1 before it was ready"):
-        Server(local, "--model-repository", f"{proxy.url}3", "--exit-on-error", *cache).start()
-    server = Server(local, "--model-repository", url, *follow, *cache)
-    with server, server.client() as client:
+        serving(tmp_path, f"{proxy.url}3", "--exit-on-error").start()
+    with serving(tmp_path, url, *follow) as server, server.client() as client:
         assert [answer(client, name) for name in ("near", "stays", "goes")] == [1, 1, 1]
         store.put("away/stays/1/generation", "2")
         until(client, lambda: answer(client, "stays") == 2, "the new version")
@@ -193,8 +189,7 @@ def test_changes_are_polled_and_models_survive_a_lost_store(store: ObjectStore, 
         proxy.close()
         until(client, lambda: "its models are served unchanged" in server.log, "the error")
         assert answer(client, "stays") == 2
-    server = Server(local, "--model-repository", url, *cache)
-    with server, server.client() as client:  # the store is still down
+    with serving(tmp_path, url) as server, server.client() as client:  # the store is still down
         assert (answer(client, "stays"), answer(client, "near")) == (2, 1)
         assert "serving its 1 model(s) from the cache" in server.log
         assert "goes/1" not in index(client)
