@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +14,9 @@ import shmserve
 from shmserve.errors import InvalidRequest
 from shmserve.testing import Server
 from tests.support.commands import run
+from tests.support.gateway.served_gateways import ask
 from tests.support.living import PYTHON, generation, policy, until, write
 from tests.support.model_files import python_model, write_model
-from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -71,10 +69,8 @@ def await_counts(client: shmserve.Client, shadow: int, **expected: int) -> None:
 
 
 def over_http(server: Server, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    with closing(http.client.HTTPConnection(server.endpoints["http"], timeout=PATIENCE_S)) as connection:
-        body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": x.shape, "data": x.ravel().tolist()}]}
-        connection.request("POST", "/v2/models/m/infer", json.dumps(body))
-        found = json.loads(connection.getresponse().read())
+    body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": x.shape, "data": x.ravel().tolist()}]}
+    found = json.loads(ask(int(server.endpoints["http"].rpartition(":")[2]), "/v2/models/m/infer", body)[1])
     assert found["model_version"] == "1"
     return np.array(found["outputs"][0]["data"], np.float32)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -17,6 +15,7 @@ from shmserve.errors import InvalidRequest, NotFound, Unavailable
 from shmserve.testing import Server
 from tests.support.broker.metrics import Seen
 from tests.support.commands import run
+from tests.support.gateway.served_gateways import ask
 from tests.support.living import ONE, PYTHON, answer, generation, pids, policy, ready, write
 from tests.support.model_files import parameters
 from tests.support.patience import PATIENCE_S
@@ -44,6 +43,10 @@ def client(server: Server) -> Iterator[shmserve.Client]:
 def cli(server: Server, *words: str) -> tuple[int, str]:
     code, out, err = run(*words, "--runtime-dir", server.runtime_dir)
     return code, out + err
+
+
+def over_http(server: Server, path: str, body: Any) -> tuple[int, bytes]:
+    return ask(int(server.endpoints["http"].rpartition(":")[2]), f"/v2/{path}", body)
 
 
 def test_a_canary_is_rolled_back_without_a_lost_request(server: Server, client: shmserve.Client) -> None:
@@ -77,10 +80,8 @@ def test_a_canary_is_rolled_back_without_a_lost_request(server: Server, client: 
 
 def test_a_load_selects_versions_over_http(server: Server, client: shmserve.Client) -> None:
     def load(parameters: dict[str, Any]) -> tuple[int, str]:
-        with closing(http.client.HTTPConnection(server.endpoints["http"], timeout=PATIENCE_S)) as connection:
-            connection.request("POST", "/v2/repository/models/m/load", json.dumps({"parameters": parameters}))
-            response = connection.getresponse()
-            return response.status, response.read().decode()
+        status, text = over_http(server, "repository/models/m/load", {"parameters": parameters})
+        return status, text.decode()
 
     assert load({"versions": "1,3"})[0] == 200
     assert ready(client, "m") == ["1", "3"]
@@ -109,17 +110,14 @@ def test_aliases_select_a_version(server: Server, client: shmserve.Client) -> No
     assert client.infer("m@prod", {"x": ONE.tolist()})["y"][0, 0] == 1, "metadata is found, too"
     assert client.metadata("m@prod")["name"] == "m"
     assert client.ready("m@prod")
-    with closing(http.client.HTTPConnection(server.endpoints["http"])) as connection:
-        body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 1, 1]}]}
-        connection.request("POST", "/v2/models/m@prod/infer", json.dumps(body))
-        found = json.loads(connection.getresponse().read())
+    body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 1, 1]}]}
+    found = json.loads(over_http(server, "models/m@prod/infer", body)[1])
     assert (found["outputs"][0]["data"][0], found["model_version"]) == (1, "1")
     client.load("m", versions=[3])
     with pytest.raises((NotFound, Unavailable)):  # unloading, or unloaded
         answer(client, "m@prod")
-    code, text = cli(
-        server, "traffic", "m", "--alias", "prod=3", "--alias", "next=3", "--remove-alias", "none", "--json"
-    )
+    words = ("--alias", "prod=3", "--alias", "next=3", "--remove-alias", "none", "--json")
+    code, text = cli(server, "traffic", "m", *words)
     assert code == 0
     assert json.loads(text)["aliases"] == {"next": 3, "prod": 3}
     assert answer(client, "m@prod") == 3

@@ -1,4 +1,4 @@
-"""Instances of models: passive ones, cores of a host policy, numbers that follow the load, and models that sleep."""
+"""Instances of models: passive ones, numbers that follow the load, and models that sleep."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
-OURS = sorted(os.sched_getaffinity(0))
 SOURCE = python_model("return self.respond(np.ones_like(x) * os.getpid())")
-OPTIONS = ("--host-policy", f"last,cpu-cores={OURS[-1]}")
 
 
 def instances(client: shmserve.Client, model: str) -> dict[str, dict[str, object]]:
@@ -56,17 +54,6 @@ def test_passive_instances(root: Path, client: shmserve.Client) -> None:
     assert not client.ready("idle")
     with pytest.raises(shmserve.DeadlineExceeded):
         client.infer("idle", {"x": living.ONE}, timeout=0.1)
-
-
-def test_host_policies(server: Server, root: Path, client: shmserve.Client) -> None:
-    for name, cores in {"last": [OURS[-1]], "unknown": OURS}.items():
-        living.identity(root, name, f'instance_group [ {{ kind: KIND_CPU host_policy: "{name}" }} ]\n')
-        warnings = client.load(name)["warnings"]
-        assert any("unknown host policy 'unknown'" in text for text in warnings) is (name == "unknown")
-        pid = instances(client, name)[f"{name}_0_0"]["pid"]
-        assert isinstance(pid, int)
-        assert sorted(os.sched_getaffinity(pid)) == cores
-    assert server.log.count("unknown host policy 'unknown'") == 1
 
 
 WAITS = """
