@@ -149,41 +149,28 @@ def test_outputs_of_different_shapes(tmp_path: Path) -> None:
 def test_declared_inputs_and_outputs_of_a_pipeline(tmp_path: Path) -> None:
     from nvidia.dali import types
 
-    def make(fn: Any, kinds: Any) -> Any:
-        return source(fn, kinds, "a", "FP16", 2), fn.external_source(name="b")
+    def complete(fn: Any, kinds: Any) -> Any:
+        return source(fn, kinds, "a", "FP16", 2)
 
+    def with_unknown(fn: Any, kinds: Any) -> Any:
+        return complete(fn, kinds), fn.external_source(name="b")
+
+    bare, a = config("dali", {}, {}), DaliPort("a", "FP16", 2)
     declared = {"output_dtype": [types.FLOAT16, types.INT8], "output_ndim": [2, 1]}
-    path = pipeline(tmp_path, make, batch=6, **declared)
-    found = described(path.read_bytes())
-    assert found == DescribedPipeline(
-        (DaliPort("a", "FP16", 2), DaliPort("b", "", None)), (DaliPort("a", "FP16", 2), DaliPort("b", "INT8", 1)), 6, ""
-    )
-    failure = load_failure(config("dali", {}, {}), tmp_path)
-    assert (
-        "data type or the number of dimensions of input 'b'. Set dtype and ndim of its external_source" in failure.text
-    )
+    found = described(pipeline(tmp_path, with_unknown, batch=6, **declared).read_bytes())
+    assert found == DescribedPipeline((a, DaliPort("b", "", None)), (a, DaliPort("b", "INT8", 1)), 6, "")
+    text = "data type or the number of dimensions of input 'b'. Set dtype and ndim of its external_source"
+    assert text in load_failure(bare, tmp_path).text
 
-    path = pipeline(tmp_path, lambda fn, kinds: source(fn, kinds, "a", "FP16", 2), batch=6)
-    failure = load_failure(config("dali", {}, {}), tmp_path)
-    assert "of output 'a'. Set output_dtype and output_ndim" in failure.text
-    pipeline(
-        tmp_path,
-        lambda fn, kinds: source(fn, kinds, "a", "FP16", 2),
-        batch=6,
-        output_dtype=types.FLOAT16,
-        output_ndim=2,
-    )
-    whole = completed(config("dali", {}, {}), tmp_path)
-    assert whole.max_batch_size == 6
-    assert whole.dynamic_batching is not None
+    pipeline(tmp_path, complete, batch=6)
+    assert "of output 'a'. Set output_dtype and output_ndim" in load_failure(bare, tmp_path).text
+    pipeline(tmp_path, complete, batch=6, output_dtype=types.FLOAT16, output_ndim=2)
+    whole = completed(bare, tmp_path)
+    assert (whole.max_batch_size, whole.dynamic_batching is not None) == (6, True)
     (entry,), (made,) = whole.input, whole.output
-    assert (entry.name, entry.data_type, tuple(entry.dims), entry.allow_ragged_batch) == (
-        "a",
-        "TYPE_FP16",
-        (-1, -1),
-        True,
-    )
-    assert (made.name, made.data_type, tuple(made.dims)) == ("a", "TYPE_FP16", (-1, -1))
+    for port in (entry, made):
+        assert (port.name, port.data_type, tuple(port.dims)) == ("a", "TYPE_FP16", (-1, -1))
+    assert entry.allow_ragged_batch
 
 
 @cases(

@@ -31,14 +31,6 @@ from tests.support.workers.worker_harness import WorkerProcess, assert_failed, c
 pytestmark = pytest.mark.process
 
 
-def mlp(folder: Path, width: int, classes: int) -> Path:
-    random = np.random.default_rng(3)
-    graph = Graph().input("x", "FP32", [-1, width]).output("y", "FP32", [-1, classes])
-    graph.weight("w", random.standard_normal((width, classes)).astype(np.float32))
-    graph.weight("b", random.standard_normal(classes).astype(np.float32))
-    return graph.node("Gemm", ["x", "w", "b"], ["h"]).node("Relu", ["h"], ["y"]).save(folder)
-
-
 def described(config: ModelConfig) -> tuple[int, list[Any], list[Any]]:
     return (
         config.max_batch_size,
@@ -47,23 +39,22 @@ def described(config: ModelConfig) -> tuple[int, list[Any], list[Any]]:
     )
 
 
-def test_a_configuration_is_completed_from_the_model(tmp_path: Path) -> None:
-    mlp(tmp_path, 20, 5)
-    expected = [("x", "TYPE_FP32", (20,))], [("y", "TYPE_FP32", (5,))]
-    found = completed(config("onnxruntime", {}, {}), tmp_path)
-    assert described(found) == (4, *expected)
-    assert found.dynamic_batching is not None
-    found = completed(config("onnxruntime", {}, {}), tmp_path, {"onnxruntime,default-max-batch-size": "7"})
-    assert described(found) == (7, *expected)
-    found = completed(config("onnxruntime", {}, {}, max_batch=2), tmp_path)
-    assert described(found) == (2, *expected)
-
-
-def test_a_model_of_fixed_size_is_completed_without_batching(tmp_path: Path) -> None:
-    graph = Graph().input("x", "INT64", [3, -1]).output("y", "INT64", [3, -1])
-    graph.node("Identity", ["x"], ["y"]).save(tmp_path)
-    found = completed(config("onnxruntime", {}, {}), tmp_path)
-    assert described(found) == (0, [("x", "TYPE_INT64", (3, -1))], [("y", "TYPE_INT64", (3, -1))])
+@cases(
+    ([-1, 20], 0, {}, 4),
+    ([-1, 20], 0, {"onnxruntime,default-max-batch-size": "7"}, 7),
+    ([-1, 20], 2, {}, 2),
+    ([3, -1], 0, {}, 0),
+    ids=["default", "setting", "given", "fixed size"],
+)
+def test_a_configuration_is_completed_from_the_model(
+    dims: list[int], max_batch: int, settings: dict[str, str], expected: int, tmp_path: Path
+) -> None:
+    Graph().input("x", "INT64", dims).output("y", "INT64", dims).node("Identity", ["x"], ["y"]).save(tmp_path)
+    found = completed(config("onnxruntime", {}, {}, max_batch=max_batch), tmp_path, settings)
+    shape = tuple(dims[1:] if expected else dims)
+    assert described(found) == (expected, [("x", "TYPE_INT64", shape)], [("y", "TYPE_INT64", shape)])
+    if not max_batch:
+        assert (found.dynamic_batching is not None) == (expected > 0)
 
 
 def test_a_model_with_only_a_batch_dimension(tmp_path: Path) -> None:

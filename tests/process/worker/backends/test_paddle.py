@@ -18,6 +18,7 @@ from shmserve.repo.config.schema import (
     ModelParameter,
 )
 from shmserve.system.procfs import anonymous_bytes
+from tests.support.cases import cases
 from tests.support.workers.in_process import load_failure
 from tests.support.workers.models import paddle_models
 from tests.support.workers.models.worker_models import on_gpu
@@ -90,18 +91,21 @@ def test_inputs_and_outputs_are_read_from_the_model(older: bool, tmp_path: Path)
     check(*[outputs[entry.name] for entry in found.output])
 
 
-@pytest.mark.parametrize(
-    ("inputs", "outputs"),
-    [(("x", "counts"), ("OUTPUT__0", "OUTPUT__1")), (("INPUT__0", "INPUT__1"), ("scores", "doubled"))],
-    ids=["by position", "in order"],
+@cases(
+    (("x", "counts"), ("OUTPUT__0", "OUTPUT__1"), 1),
+    (("INPUT__0", "INPUT__1"), ("scores", "doubled"), 1),
+    (("x", "counts"), ("fetch_name_0", "fetch_name_1"), -1),
+    ids=["by position", "in order", "by name"],
 )
-def test_configured_names_match_the_model(inputs: tuple[str, str], outputs: tuple[str, str], tmp_path: Path) -> None:
+def test_configured_names_match_the_model(
+    inputs: tuple[str, str], outputs: tuple[str, str], order: int, tmp_path: Path
+) -> None:
     """Version 3 names all outputs fetch_name_N."""
     paddle_models.save(tmp_path, linear)
     given = config(
         "paddle",
         {inputs[0]: ("FP32", (4,)), inputs[1]: ("INT64", (1,))},
-        {outputs[0]: ("FP32", (3,)), outputs[1]: ("INT64", (1,))},
+        dict([(outputs[0], ("FP32", (3,))), (outputs[1], ("INT64", (1,)))][::order]),
         max_batch=8,
         parameters={"cpu_threads": "1", "enable_mkldnn": "false"},
     )
@@ -165,18 +169,6 @@ def test_accelerators_and_their_parameters_are_validated(tmp_path: Path) -> None
     ):
         bad = replace(given, optimization=accelerated(name, **parameters))
         assert text in load_failure(bad, tmp_path).text
-
-
-def test_inputs_and_outputs_are_matched_by_name(tmp_path: Path) -> None:
-    paddle_models.save(tmp_path, linear)
-    given = config(
-        "paddle",
-        {"x": ("FP32", (4,)), "counts": ("INT64", (1,))},
-        {"fetch_name_1": ("INT64", (1,)), "fetch_name_0": ("FP32", (3,))},
-        max_batch=8,
-    )
-    _, found = run(replace(given, default_model_filename="model.json"), tmp_path)
-    check(found["fetch_name_0"], found["fetch_name_1"])
 
 
 def test_mismatched_configurations_are_refused(tmp_path: Path) -> None:

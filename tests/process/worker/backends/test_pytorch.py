@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from shmserve.dtypes import to_numpy
 from shmserve.errors import Internal, InvalidRequest, NotFound, ServeError, Unsupported
-from shmserve.protocol.messages import Return, Tensor, Wanted
+from shmserve.protocol.messages import Tensor, Wanted
 from shmserve.repo.config.schema import ModelConfig, ModelOperations
 from shmserve.workers.backends.base import Context
 from shmserve.workers.batch.results import Results
@@ -272,8 +272,11 @@ def on_a_gpu(folder: Path) -> ModelConfig:
     return on_gpu(scripted(folder), 1)
 
 
-def no_file(folder: Path) -> ModelConfig:
+def with_file(folder: Path, content: bytes | None = None) -> ModelConfig:
+    """`content`: of the model file; None: there is none."""
     version_folder(folder)
+    if content is not None:
+        (folder / "1" / "model.pt").write_bytes(content)
     return config("pytorch", X, Y)
 
 
@@ -282,14 +285,9 @@ def no_program(folder: Path) -> ModelConfig:
     return config("pytorch", X, Y)
 
 
-def no_archive(folder: Path) -> ModelConfig:
-    (version_folder(folder) / "model.pt").write_bytes(b"weights")
-    return config("pytorch", X, Y)
-
-
 @cases(
-    (no_file, NotFound, "version 1 of model 'm' has no file 'model.pt'"),
-    (no_archive, InvalidRequest, "'model.pt' is not a file of PyTorch"),
+    (with_file, NotFound, "version 1 of model 'm' has no file 'model.pt'"),
+    (lambda folder: with_file(folder, b"weights"), InvalidRequest, "'model.pt' is not a file of PyTorch"),
     (no_program, InvalidRequest, "'model.pt' holds no program: save it with torch.jit.save"),
     (lambda folder: scripted(folder, INTRA_OP_THREAD_COUNT="many"), InvalidRequest, "at least 0, not 'many'"),
     (lambda folder: scripted(folder, INFERENCE_MODE="maybe"), InvalidRequest, "INFERENCE_MODE.*true or false"),
@@ -311,37 +309,6 @@ def test_a_torchscript_model_needs_configured_inputs(tmp_path: Path) -> None:
     given = config("pytorch", {}, {})
     with pytest.raises(InvalidRequest, match="a TorchScript file does not describe their shapes"):
         backend(tmp_path, given).complete(given)
-
-
-@pytest.mark.gpu
-@pytest.mark.process
-@pytest.mark.parametrize("program", [False, True], ids=["script", "program"])
-def test_on_a_gpu(tmp_path: Path, program: bool) -> None:
-    """The answers equal those of the CPU, and the model has run on the GPU."""
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    lines = ("y = x * 2", "return y, torch.full((x.shape[0], 1), float(x.is_cuda))")
-    body = "".join(f"        {line}\n" for line in lines)
-    source = f"class Model(torch.nn.Module):\n    def forward(self, x):\n{body}"
-    if program:
-        dynamic = ({0: torch.export.Dim("batch", max=64)},)
-        export(tmp_path, source.replace("float(x.is_cuda)", "1.0"), torch.zeros(2, 2000), dynamic=dynamic)
-    else:
-        torch_script(tmp_path, source)
-    given = config(
-        "pytorch",
-        {"x": ("FP32", (2000,))},
-        {"OUTPUT__0": ("FP32", (2000,)), "OUTPUT__1": ("FP32", (1,))},
-        max_batch=4,
-        parameters={"ENABLE_CACHE_CLEANING": "true"},
-    )
-    given = replace(on_gpu(given), default_model_filename="model.pt2" if program else "model.pt")
-    x = np.arange(4000, dtype=np.float32).reshape(2, 2000)
-    with running(given, tmp_path) as worker:
-        for row in worker.run(work(1, worker.tensor("x", x)), work(2, worker.tensor("x", x))):
-            assert (worker.value(row) == x * 2).all()
-            assert worker.value(row, 1).tolist() == [[1.0], [1.0]]
-            worker.send(Return(row.outputs[0].data))  # type: ignore[arg-type]
 
 
 def test_libraries_of_operators_are_loaded(tmp_path: Path) -> None:

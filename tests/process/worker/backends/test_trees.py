@@ -44,13 +44,16 @@ def classes(total: Array, count: int) -> Array:
     return np.digitize(total, [0] if count == 2 else [-1, 1])
 
 
+def training(count: int, **settings: Any) -> tuple[Array, Array, dict[str, Any]]:
+    """Rows, what is to be learned, and the settings. `count`: of classes; 0: a regression."""
+    x, total = data()
+    return x, classes(total, count) if count else total, settings | ({"num_class": count} if count > 2 else {})
+
+
 def xgboost(folder: Path, file: str, objective: str, count: int = 0) -> Any:
     import xgboost
 
-    x, total = data()
-    more = {"num_class": count} if count > 2 else {}
-    wanted = classes(total, count) if count else total
-    settings = {"objective": objective, "max_depth": 4, "nthread": 1, **more}
+    x, wanted, settings = training(count, objective=objective, max_depth=4, nthread=1)
     booster = xgboost.train(settings, xgboost.DMatrix(x, wanted), TREES)
     booster.save_model(version_folder(folder) / file)
     return lambda given: booster.predict(xgboost.DMatrix(given))
@@ -59,10 +62,7 @@ def xgboost(folder: Path, file: str, objective: str, count: int = 0) -> Any:
 def lightgbm(folder: Path, objective: str, count: int = 0) -> Any:
     import lightgbm
 
-    x, total = data()
-    more = {"num_class": count} if count > 2 else {}
-    wanted = classes(total, count) if count else total
-    settings = {"objective": objective, "num_threads": 1, "verbose": -1, "min_data_in_leaf": 3, **more}
+    x, wanted, settings = training(count, objective=objective, num_threads=1, verbose=-1, min_data_in_leaf=3)
     booster = lightgbm.train(settings, lightgbm.Dataset(x, wanted), TREES)
     booster.save_model(version_folder(folder) / "model.txt")
     return lambda given: booster.predict(given)
