@@ -1,4 +1,4 @@
-"""Controls, states and batch inputs of ONNX and Python models. The tests of pipelines run whole sequences."""
+"""Controls, states and batch inputs of ONNX models. The tests of pipelines run whole sequences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shmserve.repo.config.schema import (
     ModelWarmupInput,
 )
 from tests.support.workers.in_process import inline, load_failure, loaded, run, value
-from tests.support.workers.models.worker_models import Graph, python_model
+from tests.support.workers.models.worker_models import Graph
 from tests.support.workers.sequence_parts import control, step
 from tests.support.workers.worker_harness import config, work
 
@@ -120,40 +120,6 @@ def test_warm_up_leaves_the_initial_states(tmp_path: Path) -> None:
     with loaded(given, tmp_path) as model:
         (row,) = run(model, step(1, 1, number(1), slot=0))
         assert value(row).tolist() == [[0, 0, 1, 1, 1, 1001]]
-
-
-REMEMBER = """\
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.one(request) for request in requests]
-
-    def one(self, request):
-        x, start, end, ready, name, state = [tensor.as_numpy() for tensor in request.inputs()]
-        assert state.dtype == np.float32, "as configured, whatever the model returned"
-        total = state.astype(np.float64) + x
-        y = np.concatenate([start, end, ready, total], axis=1).astype(np.float32)
-        outputs = {"y": y, "name": name, "t": total}
-        return pb_utils.InferenceResponse([pb_utils.Tensor(*output) for output in outputs.items()])
-"""
-
-
-def test_a_python_model_gets_controls_and_states_as_inputs(tmp_path: Path) -> None:
-    python_model(tmp_path, REMEMBER)
-    outputs = {"y": ("FP32", (4,)), "name": ("STRING", (1,))}
-    state = ModelSequenceBatchingState(input_name="s", output_name="t", data_type="TYPE_FP32", dims=(1,))
-    given = config("python", {"x": ("FP32", (1,))}, outputs, max_batch=8)
-    with loaded(sequence(given, START, END, READY, NAME, state=(state,)), tmp_path) as model:
-
-        def run_all(*work_items: Work) -> list[Any]:
-            return [(value(row).tolist()[0], value(row, 1).item()) for row in run(model, *work_items)]
-
-        first = run_all(step(1, "a", number(1), start=True, slot=2), step(2, "b", number(2), start=True, slot=0))
-        assert first == [([1, 0, 1, 1], b"a"), ([1, 0, 1, 2], b"b")]
-        assert run_all(step(3, "a", number(5), end=True, slot=2)) == [([0, 1, 1, 6], b"a")]
 
 
 def batch_input(kind: str, name: str, dtype: str) -> BatchInput:

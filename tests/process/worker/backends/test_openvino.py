@@ -70,15 +70,8 @@ def test_outputs_of_known_shape_are_written_in_place(tmp_path: Path) -> None:
     with running(given, tmp_path) as worker:
         place = worker.place(8000)
         held: list[tuple[Tensor, np.ndarray[Any, Any]]] = []
-        wishes: list[list[Wanted] | None] = [
-            None,
-            [Wanted("z", place)],
-            [Wanted("y")],
-            [],
-            None,
-            [Wanted("y", place), Wanted("z")],
-            [Wanted("z")],
-        ]
+        wishes: list[list[Wanted] | None] = [None, [Wanted("z", place)], [Wanted("y")], [], None]
+        wishes += [[Wanted("y", place), Wanted("z")], [Wanted("z")]]
         for number, wanted in enumerate(wishes, 1):
             array = np.full((1, 2000), number, np.float32)
             numbers = (10 * number, 10 * number + 1)[: 1 + number % 2]

@@ -13,18 +13,15 @@ import pytest
 from shmserve.errors import ServeError
 from shmserve.testing import Server
 from tests.support.cases import cases
+from tests.support.ensemble_models import config_text
 from tests.support.living import until
+from tests.support.model_files import write_model
 from tests.support.shared_server import SharedServer
 from tests.support.workers.native_backends import compiled, model
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("native")]
 HERE = Path(__file__).parent
-CONFIG = """
-max_batch_size: 4
-input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
-output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
-"""
-PROBE = f'backend: "probe" {CONFIG}'
+PROBE = config_text("probe", "IN", "OUT", "max_batch_size: 4")
 X = np.arange(3, dtype=np.float32).reshape(1, 3)
 FINALIZING = """
 import sys
@@ -61,18 +58,11 @@ def server(folder: Path, library: Path, tmp_path_factory: pytest.TempPathFactory
     for name in ("probe", "identity"):
         (directory / name).mkdir()
         (directory / name / f"libtriton_{name}.so").write_bytes(library.read_bytes())
-    for name, config in [
-        ("shared", PROBE),
-        ("preferred", f'backend: "identity" {CONFIG}'),
-        ("refused", f'backend: "other" {CONFIG}'),
-    ]:
-        (root / name / "1").mkdir(parents=True)
-        (root / name / "config.pbtxt").write_text(config)
+    for name, backend in {"shared": "probe", "preferred": "identity", "refused": "other", "above": "above"}.items():
+        write_model(root, name, PROBE.replace("probe", backend))
     model(root, "runtime", compiled(HERE / "backend.c", folder / "libmine.so"), f'{PROBE} runtime: "libmine.so"')
     model(root, "unready", compiled(HERE / "unknown.c", folder / "unready" / "libtriton_probe.so", "-DUNREADY"), PROBE)
-    (root / "above" / "1").mkdir(parents=True)
     (root / "above" / "libtriton_above.so").write_bytes(library.read_bytes())
-    (root / "above" / "config.pbtxt").write_text(f'backend: "above" {CONFIG}')
     options = ["--backend-directory", str(directory), "--backend-config=native,prefer=identity"]
     with Server(root, *options, "--exit-on-error=false", "--log-verbose=1", gateway=True) as running:
         yield running

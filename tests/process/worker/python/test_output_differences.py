@@ -169,6 +169,9 @@ def test_clients_receive_the_data_type_of_the_model(client: shmserve.Client) -> 
     assert set(client.infer("differs", {"x": ONE}, **wish("nothing"))) == {"z"}
     assert len(client.infer("differs", {"x": ONE}, outputs={"y": TopK(1)}, **wish("FP64"))["y"]) == 1
     assert client.infer("differs", {"x": ONE}, outputs=["y"], **wish("nothing")) == {}
+    place = client.empty((1, 2), "float64")
+    client.infer("differs", {"x": ONE}, outputs={"y": place}, **wish("FP64"))
+    assert place.tolist() == [[1, 2]]
 
 
 class OwnMemory:

@@ -87,23 +87,6 @@ class TritonPythonModel:
     def double(self, request):
         return answer(pb_utils.get_input_tensor_by_name(request, "x").as_numpy() * DOUBLE)
 
-    def facts(self, request):
-        x = request.inputs()[0]
-        facts = {
-            "args": json.dumps(self.args),
-            "id": request.request_id(),
-            "correlation": json.dumps(request.correlation_id()),
-            "flags": request.flags(),
-            "timeout": request.timeout(),
-            "outputs": ",".join(request.requested_output_names()),
-            "tensor": json.dumps([x.name(), x.shape(), x.triton_dtype(), x.is_cpu(), str(x.as_numpy().dtype)]),
-            "writeable": x.as_numpy().flags.writeable,
-            "cancelled": request.is_cancelled(),
-            "argv": json.dumps(sys.argv),
-            "absent": pb_utils.get_input_tensor_by_name(request, "absent") is None,
-        }
-        return answer(parameters=facts)
-
     def finalize(self):
         print("finalize was called")
 """
@@ -134,41 +117,48 @@ def ask(worker: WorkerProcess, wish: str, **how: Any) -> Row:
     return rows[1]
 
 
+FACTS: dict[str, object] = {
+    "request.request_id()": "abc",
+    "request.correlation_id()": 7,
+    "request.flags()": 3,
+    "request.timeout()": 5,
+    "request.is_cancelled()": False,
+    "str(request.requested_output_names())": "['y']",
+    "pb_utils.get_input_tensor_by_name(request, 'absent') is None": True,
+    "request.inputs()[0].name()": "x",
+    "str(request.inputs()[0].shape())": "[1, 2]",
+    "request.inputs()[0].triton_dtype()": 11,
+    "request.inputs()[0].is_cpu()": True,
+    "str(request.inputs()[0].as_numpy().dtype)": "float32",
+    "request.inputs()[0].as_numpy().flags.writeable": False,
+    "str(sys.argv)": "['']",
+}
+ARGS = "json.dumps(self.args)"
+
+
 def test_request_attributes_are_visible_to_the_model(scripted: WorkerProcess) -> None:
+    wish = f"answer(parameters={{{', '.join(f'{fact!r}: {fact}' for fact in (ARGS, *FACTS))}}})"
     options = Options(
         id="abc",
         sequence=7,
         sequence_start=True,
         sequence_end=True,
         queue_timeout_us=5,
-        parameters={"wish": "self.facts(request)", "other": 1.5},
+        parameters={"wish": wish, "other": 1.5},
     )
     (row,) = scripted.run(work(1, tensor(1, 2), options=options, outputs=[Wanted("y")]))
     assert row.parameters is not None
     facts = dict(row.parameters)
-    args = json.loads(str(facts.pop("args")))
-    given = json.loads(args.pop("model_config"))
-    assert given == as_triton_json(config("python", X, Y, max_batch=8))
-    folder = args.pop("model_repository")
-    assert Path(folder, "1", "model.py").is_file()
+    args = json.loads(str(facts.pop(ARGS)))
+    assert facts == FACTS
+    assert json.loads(args.pop("model_config")) == as_triton_json(config("python", X, Y, max_batch=8))
+    assert Path(args.pop("model_repository"), "1", "model.py").is_file()
     assert args == {
         "model_instance_kind": "CPU",
         "model_instance_name": "scripted_0_1",
         "model_instance_device_id": "0",
         "model_version": "1",
         "model_name": "m",
-    }
-    assert facts == {
-        "id": "abc",
-        "correlation": "7",
-        "flags": 3,
-        "timeout": 5,
-        "outputs": "y",
-        "tensor": '["x", [1, 2], 11, true, "float32"]',
-        "writeable": False,
-        "cancelled": False,
-        "argv": '[""]',
-        "absent": True,
     }
 
 

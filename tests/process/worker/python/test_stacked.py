@@ -27,24 +27,19 @@ class TritonPythonModel:
     def execute(self, inputs):
         x = inputs["x"]
         assert not x.flags.writeable
-        first = x.flat[0]
-        if first == 1001:
-            raise ValueError("not this one")
-        if first == 1002:
-            return [x]
-        if first == 1003:
-            return {"z": x}
-        if first == 1004:
-            return {"y": x[1:]}
-        if first == 1005:
-            return {}
-        if first == 1006:
-            return self.soon(x)
-        if first == 1007:
-            return {"y": x, "rows": np.full((len(x), 1), 1 << 40)}
-        more = inputs.get("more", 0)
-        rows = np.full((len(x), 1), len(x))
-        return {"y": pb_utils.Tensor("y", x * 2 + more), "rows": rows}
+        made = {
+            1001: lambda: 1 / 0,
+            1002: lambda: [x],
+            1003: lambda: {"z": x},
+            1004: lambda: {"y": x[1:]},
+            1005: dict,
+            1006: lambda: self.soon(x),
+            1007: lambda: {"y": x, "rows": np.full((len(x), 1), 1 << 40)},
+        }
+        return made.get(x.flat[0], lambda: self.double(x, inputs.get("more", 0)))()
+
+    def double(self, x, more):
+        return {"y": pb_utils.Tensor("y", x * 2 + more), "rows": np.full((len(x), 1), len(x))}
 
     async def soon(self, x):
         return {"y": x + 1, "rows": np.zeros((len(x), 1), np.int32)}
@@ -97,7 +92,7 @@ def test_execute_can_be_a_coroutine(model: LoadedModel) -> None:
 
 
 @cases(
-    (1001, "ValueError: not this one"),
+    (1001, "ZeroDivisionError: division by zero"),
     (1002, "expected a dict of arrays by name from execute, it returned list"),
     (1003, "unexpected output 'z': the outputs are y, rows"),
     (1004, "output 'y' of model 'm' has the wrong shape: expected [2, -1], found [1, 3]"),

@@ -293,28 +293,25 @@ def test_a_sender_waiting_for_its_window_is_cancelled(worker: WorkerProcess, sen
 
 
 @senders()
-def test_a_request_withdrawn_just_before_it_runs_is_cancelled(worker: WorkerProcess) -> None:
+@pytest.mark.parametrize("recalled", [False, True])
+def test_a_request_withdrawn_just_before_it_runs_is_cancelled_unless_it_is_recalled(
+    worker: WorkerProcess, recalled: bool
+) -> None:
     """The broker considers the request running; it runs, and its responses are dropped."""
     worker.number += 1
-    worker.send(Execute(worker.number, 0, (asks(1, 1000, window=1, size=LARGE),)), Withdraw((1,)))
+    request = asks(1, 0) if recalled else asks(1, 1000, window=1, size=LARGE)
+    worker.send(Execute(worker.number, 0, (request,)), Withdraw((1,), recalled))
     messages = [worker.next()[0] for _ in range(3)]
     assert sum(isinstance(message, Done) for message in messages) == 1
-    assert sum(isinstance(message, Withdrawn) for message in messages) == 1
-    (row,) = [row for message in messages if not isinstance(message, Withdrawn) for row in message.rows]
-    assert_failed(row, "CANCELLED")
-    assert not row.more
-    worker.execute(asks(2, 0))
-    rows_and_done(worker, 1)
-
-
-@senders()
-def test_a_request_recalled_just_before_it_runs_is_answered(worker: WorkerProcess) -> None:
-    worker.number += 1
-    worker.send(Execute(worker.number, 0, (asks(1, 0),)), Withdraw((1,), True))
-    messages = [worker.next()[0] for _ in range(3)]
     assert [message.requests for message in messages if isinstance(message, Withdrawn)] == [()]
     (row,) = [row for message in messages if not isinstance(message, Withdrawn) for row in message.rows]
-    assert row.error is None
+    assert not row.more
+    if recalled:
+        assert row.error is None
+    else:
+        assert_failed(row, "CANCELLED")
+        worker.execute(asks(2, 0))
+        rows_and_done(worker, 1)
 
 
 def test_a_model_with_one_response_sees_that_a_request_is_cancelled(tmp_path: Path) -> None:
