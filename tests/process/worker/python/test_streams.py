@@ -187,6 +187,21 @@ def test_a_model_in_execute_sees_that_its_request_is_cancelled(faulty: WorkerPro
     done(faulty)
 
 
+@senders("execute", "threads")
+def test_responses_without_room_are_queued_and_the_batch_ends(worker: WorkerProcess) -> None:
+    worker.execute(asks(1, 6, window=2))
+    rows_and_done(worker, 2)
+    quiet(worker)
+    worker.send(More(1, 1))
+    values(worker, 1, 1, first=2)
+    quiet(worker)
+    worker.send(More(1, 2), More(1, 1))
+    values(worker, 1, 3, first=3)
+    last(worker, 1)  # without outputs it needs no window
+    worker.send(More(1, 5), More(99, 1))  # for a stream that has ended and for an unknown one: ignored
+    quiet(worker)
+
+
 def test_a_thread_can_send_for_many_requests_without_blocking(tmp_path: Path) -> None:
     source = """\
 class TritonPythonModel:
