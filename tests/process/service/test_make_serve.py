@@ -28,6 +28,9 @@ pytestmark = [
 ]
 
 
+PORTS = "--http-port 0 --grpc-port 0 --metrics-port 0"
+
+
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     outer = ("MAKE", "MFLAGS", "ARGS", "SHMSERVE")
@@ -35,19 +38,18 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return found | {"SHMSERVE_RUNTIME_DIR": str(tmp_path / "run")}
 
 
+def started(command: list[str], place: Path, variables: dict[str, str], errors: int) -> subprocess.Popen[str]:
+    """In its own process group, as in a terminal."""
+    none, pipe = subprocess.DEVNULL, subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=place, env=variables, stdin=none, stdout=pipe, stderr=errors, text=True, start_new_session=True
+    )
+
+
 @pytest.fixture
 def served(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """The running `make serve`, in its own process group as in a terminal, and its output until it is ready."""
-    with subprocess.Popen(
-        ["make", "serve", "ARGS=--http-port 0 --grpc-port 0 --metrics-port 0"],
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    """The running `make serve`, and its output until it is ready."""
+    with started(["make", "serve", f"ARGS={PORTS}"], ROOT, environment, subprocess.STDOUT) as process:
         assert process.stdout
         said = []
         for line in process.stdout:
@@ -71,17 +73,8 @@ def in_a_shell(place: Path, environment: dict[str, str], lines: str, more: str =
     if not place.exists():
         living.identity(place / "models", "mine")
         (place / ".venv").symlink_to(ROOT / ".venv")
-    shell = environment | {"PATH": "/usr/local/bin:/usr/bin:/bin"}
-    return subprocess.Popen(
-        ["bash", "-ec", f"{lines.rstrip()} {more}"],
-        cwd=place,
-        env=shell,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    variables = environment | {"PATH": "/usr/local/bin:/usr/bin:/bin"}
+    return started(["bash", "-ec", f"{lines.rstrip()} {more}"], place, variables, subprocess.PIPE)
 
 
 def test_serve_demo_and_ctrl_c(
@@ -103,7 +96,7 @@ def test_serve_demo_and_ctrl_c(
     assert sorted(json.loads(demo.stdout)) == names
 
     place = tmp_path / "own"
-    with in_a_shell(place, environment, OWN, "--http-port 0 --grpc-port 0 --metrics-port 0") as second:
+    with in_a_shell(place, environment, OWN, PORTS) as second:
         assert "give this one another --runtime-dir" in second.communicate()[1]
 
     os.killpg(process.pid, signal.SIGINT)  # as the terminal does
@@ -116,7 +109,7 @@ def test_serve_demo_and_ctrl_c(
     assert process.wait() == -signal.SIGINT
     assert not list((Path(environment["SHMSERVE_RUNTIME_DIR"])).glob("*.sock"))
 
-    with in_a_shell(place, environment, OWN, "--http-port 0 --grpc-port 0 --metrics-port 0") as own:
+    with in_a_shell(place, environment, OWN, PORTS) as own:
         assert own.stderr
         try:
             for line in own.stderr:
