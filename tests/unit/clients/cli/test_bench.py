@@ -96,12 +96,8 @@ def test_the_other_options_of_a_plan() -> None:
 def test_the_options_for_language_models() -> None:
     url = "https://api.example/openai/v1/"
     found = plan("--openai", url, "--prompt-tokens", "256+-64", "--output-tokens", "8:16", "--slo", "ttft=1s,tpot=50ms")
-    assert (found.endpoint.kind, found.endpoint.address, found.endpoint.path) == (
-        "openai",
-        ("api.example", 443),
-        "/openai/v1",
-    )
-    assert found.prompts is not None
+    endpoint = found.endpoint
+    assert (endpoint.kind, endpoint.address, endpoint.path) == ("openai", ("api.example", 443), "/openai/v1")
     assert (found.prompts.words, found.prompts.output) == (Lengths(1, 511, 64.0), Lengths(8, 16))
     assert (found.objectives, found.stream) == (Objectives(ttft=10**9, itl=50_000_000), True)
     assert plan("--stream").prompts is None

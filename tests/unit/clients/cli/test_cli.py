@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import io
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +20,12 @@ from shmserve.clients.cli.commands.status import LanguageRates, stats_row
 from shmserve.clients.cli.commands.tune import apply_changes
 from shmserve.clients.waiting import OUT_OF_SERVICE, ReadyWait, degraded, summary, why_not_ready
 from shmserve.errors import DeadlineExceeded
+from shmserve.extras import install_command
 from shmserve.terminal.console import Screen
 from shmserve.terminal.errors import Failed
 from shmserve.terminal.output import as_json, file_name, percentile, storable, timing
 from shmserve.terminal.tables import duration_text, table, values_text
 from tests.support.cases import cases
-
-INVALID_ARGUMENTS = (
-    "infer|infer mlp --repeat 0|infer mlp --batch -1|infer mlp --timeout 0|infer mlp --timeout soon|"
-    "infer mlp --version latest|infer mlp --rand|models --url a --runtime-dir b|ready --wait -1|config|"
-    "unload|restart|restart mlp --version 0|check|completion csh|frobnicate"
-)
-
-
-@cases(*INVALID_ARGUMENTS.split("|"))
-def test_invalid_arguments_exit_with_2_and_a_usage_line(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main.main(words.split())
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("usage: shmserve")
-    assert "error:" in said
 
 
 @pytest.mark.parametrize(
@@ -51,6 +38,30 @@ def test_no_server(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert said.err.startswith(f"shmserve {words.split()[0]}: no server at unix://{tmp_path}/lane.sock (")
     assert "start one with `shmserve serve --model-repository DIR`, or select another by --url or" in said.err
     assert said.err.count("\n") == 1
+
+
+def test_a_live_view_needs_a_terminal_and_textual(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(words: str, code: int) -> str:
+        assert main.main(["top", *words.split()]) == code
+        said = capsys.readouterr()
+        assert (said.out, said.err.count("\n")) == ("", 1)
+        return said.err
+
+    assert "no server at http://127.0.0.1:1" in refused("--once --url http://127.0.0.1:1", 1)
+    no_label = "m" * 64  # a label of a host name has at most 63 characters, so no name server is asked for this one
+    assert f"; of a model: did you mean --filter {no_label}?" in refused(f"--once {no_label}", 1)
+    text = "shmserve top: a live view needs a terminal; --once prints a snapshot, --json a line at each refresh"
+    assert refused("", 2).startswith(text)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "dumb")
+    assert "TERM says that this one cannot; use --once" in refused("", 2)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    text = f"a live view needs the package textual: {install_command('top')}; --once and --json work without it"
+    assert text in refused("", 1)
 
 
 def test_where_a_server_is_looked_for(
@@ -137,12 +148,6 @@ def test_tritonserver_is_serve_with_the_defaults_of_triton(typed: str, monkeypat
     assert executed[0][-3:] == ["shmserve.broker", "--triton-compatible", "--model-repository=models"]
 
 
-def test_options_of_random_data_need_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for option in ("--batch=2", "--seed=1", "--shape=x=1", "--seed=0"):
-        assert main.main(["infer", "mlp", option, "--runtime-dir", str(tmp_path)]) == 2
-        assert "is for random data: give --random too" in capsys.readouterr().err
-
-
 def test_tables_and_json() -> None:
     made = table(["name", "n", "why"], [["a", "1,000", ""], ["longer", "7", "because"]], right=[1])
     assert made == "name        n  why\na       1,000\nlonger      7  because"
@@ -164,15 +169,9 @@ def test_values_are_shortened_for_display(values: Any, text: str) -> None:
     assert values_text(values) == text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0000421, "42 us"), (0.001, "1.00 ms"), (0.0123, "12.3 ms"), (0.4567, "457 ms"), (2.345, "2.35 s")],
-)
-def test_durations_have_readable_units(seconds: float, text: str) -> None:
-    assert duration_text(seconds) == text
-
-
-def test_percentiles_against_numpy() -> None:
+def test_durations_and_percentiles() -> None:
+    texts = {0.0000421: "42 us", 0.001: "1.00 ms", 0.0123: "12.3 ms", 0.4567: "457 ms", 2.345: "2.35 s"}
+    assert {seconds: duration_text(seconds) for seconds in texts} == texts
     values = np.random.default_rng(1).random(137).tolist()
     for share in (0, 1, 50, 99, 100):
         assert percentile(values, share) == np.percentile(values, share, method="inverted_cdf")
