@@ -12,9 +12,9 @@ from shmserve.core.policy import (
     InstanceSpec,
     MemoryEstimate,
     ModelPolicy,
+    PaddingPolicy,
     QueuePolicy,
     Resource,
-    ScalingPolicy,
     SequencePolicy,
     TensorSpec,
     TimeoutAction,
@@ -35,6 +35,7 @@ from shmserve.repo.compile import (
 from shmserve.repo.config.complete import complete
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.load import ModelContext, examine, parse
+from shmserve.repo.rules.padding import Padded, padding_of
 from tests.support.cases import cases
 from tests.support.model_files import parameters
 from tests.support.repo.texts import BACKENDS, SMALL
@@ -72,10 +73,7 @@ def test_models() -> None:
     (parameters(crash_limit="0", retry_alone="False"), {"crash_limit": 0, "retry": False}),
     (parameters(idle_unload_secs="0.5", stay_loaded="true"), {"idle_unload_ns": 500_000_000, "stays_loaded": True}),
     ("dynamic_batching { }", {"batching": BatchPolicy(preferred=(8,))}),
-    (
-        "dynamic_batching { preserve_ordering: true }",
-        {"batching": BatchPolicy(preferred=(8,), preserve_ordering=True)},
-    ),
+    ("dynamic_batching { preserve_ordering: true }", {"batching": BatchPolicy((8,), preserve_ordering=True)}),
     (
         """dynamic_batching {
               preferred_batch_size: [ 6, 2, 6 ] max_queue_delay_microseconds: 1500
@@ -123,7 +121,7 @@ def test_estimates_of_memory() -> None:
     assert estimate(given + gpu, 1) == MemoryEstimate(512 << 20, 1000 << 20, True)
 
 
-def scaled(groups: str, cores: CoreSet | None = None, **given: str) -> tuple[list[str], ScalingPolicy | None]:
+def scaled(groups: str, cores: CoreSet | None = None, **given: str) -> tuple[list[str], Any]:
     """The instances at the start, and how they are scaled."""
     config = loaded(SMALL + groups + parameters(**given), gpus=(0, 1))
     return [spec.name for spec in compile_instances(config, cores)], compile_scaling(config, cores)
@@ -133,21 +131,18 @@ def test_scaling() -> None:
     two, one = "instance_group { count: 2 kind: KIND_CPU }", "instance_group { kind: KIND_CPU }"
     assert scaled(two) == scaled(two, min_instances="2", max_instances="2") == (["m_0_0", "m_0_1"], None)
     names, policy = scaled(two, max_instances="3")
-    assert policy is not None
     (group,) = policy.groups
     assert (names, group.group, group.minimum, group.maximum) == (["m_0_0", "m_0_1"], "m_0", 1, 3)
     assert [spec.name for spec in group.specs] == ["m_0_0", "m_0_1", "m_0_2"]
     assert (policy.up_ns, policy.down_ns) == (50_000_000, 30_000_000_000)
     times = parameters(scale_up_queue_ms="2.5", scale_down_secs="0.1")
     names, policy = scaled(one + times, min_instances="2", max_instances="3")
-    assert policy is not None
     assert (names, policy.up_ns, policy.down_ns) == (["m_0_0", "m_0_1"], 2_500_000, 100_000_000)
     # Each group and device is scaled.
     groups = """instance_group [ { name: "a" count: 1 kind: KIND_CPU }, { name: "b" kind: KIND_GPU gpus: [ 0, 1 ] },
     { name: "c" count: 3 kind: KIND_CPU passive: true } ]"""
     names, policy = scaled(groups, CoreSet((0, 1, 2, 3), quota=3), max_instances="2")
     assert names == ["a_0", "b_0", "b_1", "c_0", "c_1", "c_2"]
-    assert policy is not None
     found = [(group.group, group.specs[0].kind, group.specs[0].device, len(group.specs)) for group in policy.groups]
     assert found == [("a", "KIND_CPU", 0, 2), ("b", "KIND_GPU", 0, 2), ("b", "KIND_GPU", 1, 2)]
     assert (policy.cores, policy.quota) == (4, 3)
@@ -169,36 +164,24 @@ def test_prompts_are_counted_for_engines_of_language_models(backend: str, given:
 
 CORRID = 'control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_%s } }'
 START = 'control_input { name: "S" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }'
+FULL, ORDERED = BatchPolicy((8,)), BatchPolicy((2, 4), delay_ns=30_000, preserve_ordering=True)
 
 
 @cases(
-    ("", SequencePolicy(direct=True, slots=8, idle_ns=10**9)),
-    (START, SequencePolicy(direct=True, slots=8, idle_ns=10**9)),
+    ("", SequencePolicy(True, 8, 10**9)),
+    (START, SequencePolicy(True, 8, 10**9)),
     (
         "direct { max_queue_delay_microseconds: 30 minimum_slot_utilization: 0.75 } max_sequence_idle_microseconds: 5",
-        SequencePolicy(direct=True, slots=8, idle_ns=5_000, delay_ns=30_000, utilization=0.75),
+        SequencePolicy(True, 8, 5_000, delay_ns=30_000, utilization=0.75),
     ),
     (
         "oldest { max_candidate_sequences: 4 preferred_batch_size: [ 4, 2, 4 ] preserve_ordering: true"
         " max_queue_delay_microseconds: 30 }" + START + CORRID % "STRING",
-        SequencePolicy(
-            direct=False,
-            slots=4,
-            idle_ns=10**9,
-            batching=BatchPolicy((2, 4), delay_ns=30_000, preserve_ordering=True),
-            id_control=IdControl("ID", "BYTES"),
-        ),
+        SequencePolicy(False, 4, 10**9, batching=ORDERED, id_control=IdControl("ID", "BYTES")),
     ),
     (
         "oldest { } iterative_sequence: true " + CORRID % "UINT32",
-        SequencePolicy(
-            direct=False,
-            slots=1,
-            idle_ns=10**9,
-            batching=BatchPolicy((8,)),
-            iterative=True,
-            id_control=IdControl("ID", "UINT32"),
-        ),
+        SequencePolicy(False, 1, 10**9, batching=FULL, iterative=True, id_control=IdControl("ID", "UINT32")),
     ),
 )
 def test_sequences(text: str, expected: SequencePolicy) -> None:
@@ -215,11 +198,7 @@ def test_sequences(text: str, expected: SequencePolicy) -> None:
     ("instance_group { count: 2 }", [InstanceSpec("m_0_0"), InstanceSpec("m_0_1")]),
     (
         'instance_group { } instance_group { name: "spare" count: 2 kind: KIND_MODEL passive: true }',
-        [
-            InstanceSpec("m_0_0"),
-            InstanceSpec("spare_0", "KIND_MODEL", passive=True),
-            InstanceSpec("spare_1", "KIND_MODEL", passive=True),
-        ],
+        [InstanceSpec("m_0_0"), *(InstanceSpec(f"spare_{n}", "KIND_MODEL", passive=True) for n in range(2))],
     ),
     (
         'instance_group { name: "a" count: 2 } instance_group { name: "a" }',
@@ -250,3 +229,30 @@ def test_names_of_instances_are_unique_and_fit() -> None:
     names = [spec.name for spec in found]
     assert len(names) == len(set(names)) == 1001
     assert max(map(len, names)) <= NAME_LENGTH
+
+
+MODEL = """backend: "identity"
+max_batch_size: 8
+dynamic_batching { }
+input [ { name: "ids" data_type: TYPE_INT8 dims: [ -1 ] }, { name: "fixed" data_type: TYPE_BOOL dims: [ 4 ] } ]
+input { name: "pairs:0" data_type: TYPE_FP32 dims: [ 3, -1, -1 ] }
+input { name: "words" data_type: TYPE_STRING dims: [ -1 ] }
+output [ { name: "tokens" data_type: TYPE_FP32 dims: [ -1, 64 ] }, { name: "text" data_type: TYPE_FP32 dims: [ 64 ] } ]
+"""
+
+
+def padded(**given: str) -> tuple[Any, Any]:
+    config = examine(MODEL + parameters(**given), "config.pbtxt", ModelContext("m", BACKENDS)).require()
+    return padding_of(config), compile_policy(config, 1).padding
+
+
+def test_axes_values_and_defaults() -> None:
+    padding, policy = padded(padding="ids pairs:0[1]=-1e3 pairs:0[2] words=[PAD]")
+    assert padding.inputs == (Padded("ids", (0,)), Padded("pairs:0", (1, 2), "-1e3"), Padded("words", (0,), "[PAD]"))
+    assert padding.outputs == (Padded("tokens", (0,)),), "those that have one dim of -1"
+    assert policy == PaddingPolicy((("ids", (0,)), ("pairs:0", (1, 2)), ("words", (0,))), 64, 1, 128)
+    numbers = {"padding_lookahead": "9", "padding_multiple": "8", "padding_batch_cost": "0"}
+    padding, policy = padded(padding="ids=-7", padding_outputs="", **numbers)
+    assert padding.outputs == ()
+    assert policy == PaddingPolicy((("ids", (0,)),), 9, 8, 0)
+    assert padded() == (None, None)

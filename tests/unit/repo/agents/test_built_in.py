@@ -66,13 +66,13 @@ class Signer:
     def renew(self) -> None:
         self.key = Ed25519PrivateKey.generate()
 
-    def sign(self, *, leave_out: str = "") -> None:
+    def sign(self) -> None:
         folder = self.model.folder
         names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         lines = [
             f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  ./{name}\n"
             for name in names
-            if name != leave_out and not name.startswith("SHA256SUMS")
+            if not name.startswith("SHA256SUMS")
         ]
         (folder / "SHA256SUMS").write_text("".join(lines))
         (folder / "SHA256SUMS.sig").write_bytes(self.key.sign("".join(lines).encode()))

@@ -1,9 +1,10 @@
-"""Chains of agents in real processes: order, failures, and leftovers."""
+"""Chains of agents in real processes: order, failures, output and leftovers."""
 
 from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
 from shmserve.repo.agents import chains as module
 from shmserve.repo.agents.chains import AgentChains, AgentSettings
-from shmserve.repo.agents.process import AgentProcess
+from shmserve.repo.agents.process import AgentProcess, _Output
 from shmserve.repo.agents.record import read_chain
 from shmserve.repo.config.schema import ModelRepositoryAgents
 from tests.support.cases import cases
@@ -72,8 +73,7 @@ def place(tmp_path: Path) -> Place:
 
 def test_agents_run_in_order_and_end_in_reverse_order(place: Place) -> None:
     chains = place.chains()
-    prepared = chains.prepare("m", place.model, place.agents("replace", "replace"), "1")
-    assert prepared is not None
+    prepared: Any = chains.prepare("m", place.model, place.agents("replace", "replace"), "1")
     assert (prepared.folder / "1" / "generation").read_text() == "201.0"
     assert prepared.folder.name == "m", "the directory's name is the model's"
     assert place.noted() == ["load a m True", "load b m True"]
@@ -82,7 +82,6 @@ def test_agents_run_in_order_and_end_in_reverse_order(place: Place) -> None:
     assert again is prepared, "the same files are prepared once"
     other = chains.prepare("m", place.model, place.agents("replace", "replace"), "2")
     assert other is not prepared
-    assert other is not None
     del again, other
     gc.collect()
     assert place.noted()[4:] == ["unload b m True", "unload a m True"]
@@ -228,3 +227,25 @@ def test_a_stopping_server_does_not_wait_for_agents_but_unloads_all(place: Place
     assert place.noted()[-2:] == ["unload b m True", "unload a m True"]
     assert any("failed to unload model 'm'" in line for line in place.printed)
     assert not place.left()
+
+
+def test_a_read_ends_while_the_process_continues_to_print() -> None:
+    """Otherwise its time limit is not enforced."""
+    printed, end = os.pipe()
+    os.set_blocking(printed, False)
+    lines: list[str] = []
+
+    def line(text: str) -> None:
+        lines.append(text)
+        os.write(end, b"again\n")
+
+    try:
+        output = _Output(line)
+        os.write(end, b"first\n")
+        assert output.read(printed)
+        assert lines == ["first"]
+        assert output.read(printed)
+        assert lines == ["first", "again"]
+    finally:
+        os.close(printed)
+        os.close(end)

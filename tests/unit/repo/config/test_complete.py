@@ -68,6 +68,9 @@ def test_backend_platform_and_model_file(
     assert (config.backend, config.platform, config.default_model_filename) == (backend, platform, file)
 
 
+PREFERRED = "dynamic_batching.preferred_batch_size"
+
+
 @cases(
     ("", "name", "m"),
     ('name: "other"', "name", "other"),
@@ -77,13 +80,9 @@ def test_backend_platform_and_model_file(
     ("version_policy { latest { num_versions: 3 } }", "version_policy.latest.num_versions", 3),
     ("version_policy { all { } }", "version_policy", parse("version_policy { all { } }").version_policy),
     ("max_batch_size: 8", "dynamic_batching", None),
-    ("max_batch_size: 8 dynamic_batching { }", "dynamic_batching.preferred_batch_size", (8,)),
-    (
-        "max_batch_size: 8 dynamic_batching { preferred_batch_size: [ 2, 4 ] }",
-        "dynamic_batching.preferred_batch_size",
-        (2, 4),
-    ),
-    ("dynamic_batching { }", "dynamic_batching.preferred_batch_size", ()),
+    ("max_batch_size: 8 dynamic_batching { }", PREFERRED, (8,)),
+    ("max_batch_size: 8 dynamic_batching { preferred_batch_size: [ 2, 4 ] }", PREFERRED, (2, 4)),
+    ("dynamic_batching { }", PREFERRED, ()),
     ("sequence_batching { }", "sequence_batching.max_sequence_idle_microseconds", 1_000_000),
     ("", "optimization.input_pinned_memory.enable", True),
     ("optimization { input_pinned_memory { } }", "optimization.input_pinned_memory.enable", False),

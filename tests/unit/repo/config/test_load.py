@@ -1,4 +1,5 @@
-"""Loading a config.pbtxt: any text is either loaded as protobuf loads it, or raises ConfigError.
+"""Loading a config.pbtxt, or a configuration as JSON as in load requests: any text is either loaded as protobuf loads
+it, or raises ConfigError.
 
 The texts of problems are in `broken`; see test_broken.
 """
@@ -6,25 +7,30 @@ The texts of problems are in `broken`; see test_broken.
 from __future__ import annotations
 
 import contextlib
+import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from google.protobuf import text_format
-from hypothesis import given, settings
+from google.protobuf import json_format, text_format
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest
 from shmserve.repo.config import protos
 from shmserve.repo.config.outline import DEPTH, TOKENS, tokens
-from shmserve.repo.config.problems import CONFIG_BYTES, LIMIT, ConfigError, Problem, nearest
+from shmserve.repo.config.override import parse_override
+from shmserve.repo.config.problems import CONFIG_BYTES, LIMIT, ConfigError, Problem
+from shmserve.repo.config.schema import ModelConfig, as_triton_json
 from shmserve.repo.load import ExaminedConfig, ModelContext, examine, parse
+from shmserve.repo.storage.store import scan_model
 from tests.support.cases import cases
 from tests.support.hypothesis_profiles import examples
 from tests.support.repo.messages import messages
 from tests.support.repo.texts import ALL, BACKENDS, DIRECT, DYNAMIC, SMALL
 
-QUICK = settings(max_examples=examples(30))
+QUICK = settings(max_examples=examples(50), suppress_health_check=list(HealthCheck))
 
 
 def examined(text: str | bytes) -> ExaminedConfig:
@@ -51,23 +57,10 @@ def test_all_forms_of_text_format() -> None:
     )
 
 
-def test_later_of_duplicate_keys_is_used_with_a_warning() -> None:
-    text = 'parameters { key: "k" value { string_value: "1" } } parameters { key: "k" value { string_value: "2" } }'
-    assert examined(SMALL + text).require().parameters["k"].string_value == "2"
-    (warning,) = examined(SMALL + text).warnings
-    assert str(warning) == ('m/config.pbtxt:6:71: parameters["k"]: given twice, first on line 6; the last one is used')
-
-
-@cases(
-    "{" * CONFIG_BYTES,
-    "a{" * (CONFIG_BYTES // 2),
-    "input{" * (CONFIG_BYTES // 6),
-    "input<" * (CONFIG_BYTES // 6),
-    "input:[" * (CONFIG_BYTES // 7),
-    "[" * CONFIG_BYTES,
-    "<" * CONFIG_BYTES,
-    '"' * CONFIG_BYTES,
-    "\\" * CONFIG_BYTES,
+HOSTILE = [
+    part * (CONFIG_BYTES // len(part)) for part in ("{", "a{", "input{", "input<", "input:[", "[", "<", '"', "\\")
+]
+HOSTILE += [
     "#" * CONFIG_BYTES + "\n",
     'name: "' + "\\" * (CONFIG_BYTES - 7),
     "name: " + '"" ' * 100_000,
@@ -77,8 +70,10 @@ def test_later_of_duplicate_keys_is_used_with_a_warning() -> None:
     "input { dims: [" + "1," * 400_000 + "1] }",
     "input { } " * 100_000,
     "x" * (CONFIG_BYTES + 1),
-    ids=range(18),
-)
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(18))
 def test_hostile_text_has_a_bounded_error(text: str) -> None:
     found = problems(text)
     assert 0 < len(found) <= LIMIT + 1
@@ -101,13 +96,6 @@ def test_text_that_is_refused_before_protobuf_parses_it(data: str | bytes, expec
 
 
 _PIECES = sorted({token.text for text in ALL for token in tokens(text) if token.kind != "end"})
-
-
-@QUICK
-@given(st.binary())
-def test_any_bytes_are_parsed_or_raise_config_error(data: bytes) -> None:
-    with contextlib.suppress(ConfigError):
-        parse(data)
 
 
 @QUICK
@@ -153,19 +141,125 @@ def test_every_message_that_protobuf_prints_is_parsed(message: Any, as_utf8: boo
 
 
 def test_each_problem_is_one_printable_line() -> None:
-    with pytest.raises(ConfigError) as caught:
-        examined('nam: "m"\nplatfrom: "x"').require()
-    assert str(caught.value).splitlines() == [
-        'm/config.pbtxt:1:1: nam: ModelConfig has no such field; did you mean "name"?',
-        'm/config.pbtxt:2:1: platfrom: ModelConfig has no such field; did you mean "platform"?',
-    ]
     spoilt = 'instance_group { name: "\\n" } output { name: "a\\tb" }'
     for text in ('name: "\\033[31m\\n" foo: 1\ninput { name: "\x1b" }', SMALL + spoilt, DIRECT, DYNAMIC):
         assert all(str(problem).isprintable() for problem in problems(text))
 
 
-def test_nearest_name() -> None:
-    names = ["preferred_batch_size", "max_queue_delay_microseconds", "preserve_ordering"]
-    for found, near in (("preferred_batch_sizes", 0), ("PREFERRED_BATCH_SIZE", 0), ("queue_delay_microseconds", 1)):
-        assert nearest(found, names) == names[near]
-    assert nearest("zzz", names) is nearest("x" * 1000, names) is None
+def read(data: str | bytes | dict[str, Any]) -> ModelConfig:
+    text = json.dumps(data) if isinstance(data, dict) else data
+    return protos.to_config(parse_override(text).message)
+
+
+def problems_of_override(data: str | bytes) -> tuple[Problem, ...]:
+    with pytest.raises(ConfigError) as caught:
+        parse_override(data)
+    return caught.value.problems
+
+
+@QUICK
+@given(messages(), st.booleans(), st.booleans(), st.booleans())
+def test_json_of_protobuf_is_parsed(message: Any, snake: bool, defaults: bool, numbers: bool) -> None:
+    text = json_format.MessageToJson(
+        message,
+        preserving_proto_field_name=snake,
+        always_print_fields_with_no_presence=defaults,
+        use_integers_for_enums=numbers,
+    )
+    assert parse_override(text).message == json_format.Parse(text, protos.new_config())
+
+
+def test_forms_that_triton_clients_use() -> None:
+    config = read(
+        '{"max_batch_size": "16", "instance_group": [{"count": "2", "kind": "kind_cpu"}], "versionPolicy": null,'
+        '"dynamic_batching": {"maxQueueDelayMicroseconds": "18446744073709551615", "preferred_batch_size": [4.0, 8]},'
+        '"input": [{"name": "x", "data_type": "type_fp32", "dims": [-1, "9223372036854775807"]}],'
+        '"sequence_batching": null, "parameters": {"k": {"string_value": "v"}}, "cc_model_filenames": {"7.5": "m"}}'
+    )
+    assert config == parse(
+        'max_batch_size: 16 instance_group { count: 2 kind: KIND_CPU } parameters { key: "k" value { string_value: '
+        '"v" } } dynamic_batching { max_queue_delay_microseconds: 18446744073709551615 preferred_batch_size: [ 4, 8 ] }'
+        'input { name: "x" data_type: TYPE_FP32 dims: [ -1, 9223372036854775807 ] }'
+        'cc_model_filenames { key: "7.5" value: "m" }'
+    )
+    # One value of a repeated field, as in Triton.
+    one = {"name": "x", "data_type": "TYPE_FP32", "dims": 4}
+    listed = {"input": [one | {"dims": [4]}], "instance_group": [{"count": 2}]}
+    assert read({"input": one, "instance_group": {"count": 2}}) == read(listed)
+    for text in (SMALL, *ALL):
+        assert read(as_triton_json(parse(text))) == parse(text)
+
+
+@cases(
+    ("", "config override:1:1: not JSON: Expecting value"),
+    ('{"name": "a",\n}', "config override:2:1: not JSON: "),
+    ('{"max_batch_size": 1' + "0" * 10_000 + "}", "invalid JSON"),
+    (b'{"name": "\xff"}', "config override:1:1: not UTF-8 text"),
+    ("[" * CONFIG_BYTES, f"nested deeper than {DEPTH} levels"),
+    ('{"a":' * 1000, f"nested deeper than {DEPTH} levels"),
+    ('{"input": [' + "{}," * TOKENS + "{}]}", f"more than {TOKENS} values"),
+    (" " * (CONFIG_BYTES + 1), f"{CONFIG_BYTES + 1} bytes, expected at most {CONFIG_BYTES}"),
+    ids=["empty", "second line", "digits", "bytes", "lists", "objects", "values", "size"],
+)
+def test_json_that_cannot_be_parsed(data: str | bytes, expected: str) -> None:
+    (problem,) = problems_of_override(data)
+    assert expected in str(problem)
+    assert str(problem).startswith("config override:")
+    *_, last = found = problems_of_override(json.dumps({"input": [{"dims": ["x"] * 1000}]}))
+    assert (len(found), last.text) == (LIMIT + 1, f"and {1000 - LIMIT} more problems")
+
+
+_KEYS = [field.name for field in protos.CONFIG.fields] + ["name", "dims", "data_type", "kind", "latest", "x", "é"]
+_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["TYPE_FP32", "8", "-1", "NaN"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_KEYS) | st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@QUICK
+@given(st.dictionaries(st.sampled_from(_KEYS), _VALUES, max_size=5))
+def test_any_json_is_parsed_as_by_protobuf_or_raises_config_error(value: dict[str, Any]) -> None:
+    text = json.dumps(value)
+    try:
+        message = parse_override(text).message
+    except ConfigError:
+        return
+    # Only parse_override accepts enum values in any case.
+    with contextlib.suppress(json_format.ParseError):
+        assert message == json_format.Parse(text, protos.new_config())
+
+
+@QUICK
+@given(st.binary() | st.text() | st.text(alphabet='{}[]":,0123456789.eE+-\\ntrue'))
+def test_any_bytes_are_parsed_or_raise_config_error(data: bytes | str) -> None:
+    for read_text in (parse, parse_override):
+        with contextlib.suppress(ConfigError):
+            read_text(data)
+
+
+def test_an_override_replaces_the_file_and_rules_apply_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    (path / "1").mkdir(parents=True)
+    (path / "config.pbtxt").write_text("this is not even a configuration")
+    plain = as_triton_json(parse(SMALL + "instance_group { count: 3 }"))
+    found: Any = scan_model(path, backends=BACKENDS, override=parse_override(json.dumps(plain)))
+    assert (found.problem_texts, found.file) == ((), "override")
+    assert found.config.instance_group[0].count == 3
+    assert found.written == parse(SMALL + "instance_group { count: 3 }")
+    plain |= {"name": "other", "runtime": "x.so", "metric_tags": {"a": "b"}}
+    plain["input"][0]["dims"] = [0]
+    found = scan_model(path, backends=BACKENDS, override=parse_override(json.dumps(plain)))
+    assert found.problem_texts == (
+        'config override: name: unexpected directory name "m" for model "other": the two must be equal',
+        "config override: runtime: not supported: only a backend that is not built in loads `model.py` or a library",
+        "config override: input[0].dims[0]: found 0, expected 1 or more, or -1 for any size",
+    )
+    assert found.warning_texts == (
+        "config override: metric_tags: has no effect: metrics do not have model-specific labels yet",
+    )

@@ -1,4 +1,4 @@
-"""The schema: .proto file, descriptor, structs and JSON are consistent."""
+"""The schema: .proto file, descriptor, structs and JSON are consistent; the origins of values, and a text with them."""
 
 from __future__ import annotations
 
@@ -10,37 +10,20 @@ from typing import Any
 import msgspec
 import pytest
 from google.protobuf import descriptor_pool, json_format, text_format
+from hypothesis import HealthCheck, given, settings
+from msgspec.structs import replace
 
 from shmserve.repo.config import protos
-from shmserve.repo.config.schema import as_triton_json, decode_config, encode_config, from_triton_json
+from shmserve.repo.config.complete import TensorFacts, complete, complete_from_model
+from shmserve.repo.config.origins import as_text, origins
+from shmserve.repo.config.schema import ModelConfig, as_triton_json, decode_config, encode_config, from_triton_json
 from shmserve.repo.config.support import TABLE
 from shmserve.repo.load import parse
-from tests.support.repo.texts import ALL
+from tests.support.hypothesis_profiles import examples
+from tests.support.repo.messages import messages
+from tests.support.repo.texts import ALL, BACKENDS, SMALL
 
 PROTO = (Path(protos.__file__).parent / "model_config.proto").read_text()
-
-
-def proto_source() -> dict[str, dict[str, int]]:
-    """message or enum -> name -> number, parsed from the .proto file."""
-    found: dict[str, dict[str, int]] = {}
-    stack: list[tuple[str, str]] = []
-    for line in PROTO.splitlines():
-        code = line.split("//")[0].strip()
-        opened = re.match(r"(message|enum|oneof) (\w+) \{(\})?$", code)
-        member = re.match(r"(?:[\w<>, .]+ )?(\w+) = (\d+);$", code)
-        if opened:
-            kind, name, closed = opened.groups()
-            stack.append((kind, name))
-            if kind != "oneof":
-                found[".".join(part for outer, part in stack if outer != "oneof")] = {}
-            if closed:
-                stack.pop()
-        elif code == "}":
-            stack.pop()
-        elif member and stack:
-            path = ".".join(part for outer, part in stack if outer != "oneof")
-            found[path][member.group(1)] = int(member.group(2))
-    return found
 
 
 def descriptors() -> list[Any]:
@@ -52,16 +35,22 @@ def descriptors() -> list[Any]:
 
 
 def test_descriptor_is_built_from_the_proto_file() -> None:
-    enums = {e.full_name: e for message in descriptors() for e in message.enum_types}
-    enums |= {e.full_name: e for e in protos.CONFIG.file.enum_types_by_name.values()}
-    built = {protos.local_name(message): {f.name: f.number for f in message.fields} for message in descriptors()}
-    built |= {protos.local_name(enum): {v.name: v.number for v in enum.values} for enum in enums.values()}
-    source = proto_source()
-    assert built == source
+    enums = [
+        *protos.CONFIG.file.enum_types_by_name.values(),
+        *(e for message in descriptors() for e in message.enum_types),
+    ]
+    built = [(field.name, field.number) for message in descriptors() for field in message.fields]
+    built += [(value.name, value.number) for enum in enums for value in enum.values]
+    source = re.findall(r"^ *(?:[\w<>, .]+ )?(\w+) = (\d+);", PROTO, re.MULTILINE)
+    assert sorted(built) == sorted((name, int(number)) for name, number in source)
     # The numbers of existing files.
-    assert [source["ModelConfig"][name] for name in ("backend", "dynamic_batching", "runtime")] == [17, 11, 25]
-    assert (source["ModelInstanceGroup"]["kind"], source["DataType"]["TYPE_BF16"]) == (4, 14)
-    assert (source["ModelInput"]["dims"], source["ModelOutput"]["dims"]) == (4, 3)
+    numbers = {
+        field.full_name.rpartition("inference.")[2]: field.number for one in descriptors() for field in one.fields
+    }
+    known = {"ModelConfig.backend": 17, "ModelConfig.dynamic_batching": 11, "ModelConfig.runtime": 25}
+    known |= {"ModelInstanceGroup.kind": 4, "ModelInput.dims": 4, "ModelOutput.dims": 3}
+    assert known.items() <= numbers.items()
+    assert ("TYPE_BF16", 14) in built
     assert protos.CONFIG.file.pool is not descriptor_pool.Default(), "others define an inference.ModelConfig in it"
 
 
@@ -144,3 +133,73 @@ def test_invalid_data_is_not_decoded() -> None:
 
 def test_every_field_has_its_row_in_the_table_of_support() -> None:
     assert set(TABLE) == {f"{protos.local_name(one)}.{field.name}" for one in descriptors() for field in one.fields}
+
+
+QUICK = settings(max_examples=examples(50), suppress_health_check=list(HealthCheck))
+FACTS = [TensorFacts("x", "FP32", (-1, 3))], [TensorFacts("y", "FP32", (-1,))]
+
+
+def completed(text: str) -> tuple[ModelConfig, ModelConfig]:
+    given = parse(text)
+    return given, complete(given, "m", (), BACKENDS, ())
+
+
+def leaves(value: Any, path: str = "") -> set[str]:
+    """The paths of all values, found without the schema."""
+    if isinstance(value, dict) and value:
+        return set().union(*(leaves(item, f"{path}.{key}" if path else key) for key, item in value.items()))
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return set().union(*(leaves(item, f"{path}[{index}]") for index, item in enumerate(value)))
+    return {path}
+
+
+def unquoted(path: str) -> str:
+    return path.replace('["', ".").replace('"]', "")
+
+
+@pytest.mark.parametrize("text", [SMALL, *ALL], ids=["small", "dynamic", "direct", "oldest", "ensemble"])
+def test_every_shown_value_has_an_origin_and_a_line(text: str) -> None:
+    given, final = completed(text)
+    found = origins(given, final, final, "file")
+    assert {unquoted(path).replace("policy[3]", "policy.3") for path in found} == leaves(as_triton_json(final))
+    assert set(found.values()) == {"file", "default"}
+    assert shown(parse(as_text(final, found))) == shown(final)
+
+
+def test_origins_file_default_and_model() -> None:
+    text = 'backend: "onnxruntime" output { name: "y" data_type: TYPE_FP32 dims: 1 label_filename: "l" }'
+    text += 'parameters { key: "k" value { string_value: "v" } } instance_group { kind: KIND_AUTO count: 3 }'
+    given, filled = completed(text)
+    final = complete_from_model(filled, *FACTS)
+    found = origins(given, final, filled, "file")
+    expected = {
+        "default": "name platform instance_group[0].kind version_policy.latest.num_versions model_warmup",
+        "file": 'backend output[0].dims output[0].label_filename parameters["k"].string_value instance_group[0].count',
+        "model": "max_batch_size input[0].name input[0].dims dynamic_batching.preferred_batch_size",
+    }
+    for origin, paths in expected.items():
+        assert {path: found[path] for path in paths.split()} == dict.fromkeys(paths.split(), origin)
+    assert origins(given, final, filled, "override")["backend"] == "override"
+    given, final = completed(SMALL + "version_policy { latest { num_versions: 0 } } instance_group { gpus: 3 }")
+    found = origins(given, replace(final, max_batch_size=9), final, "file")
+    changed = ("version_policy.latest.num_versions", "instance_group[0].gpus", "max_batch_size")
+    assert [found[path] for path in changed] == ["default", "default", "model"], "a changed value is not the file's"
+
+
+@QUICK
+@given(messages())
+def test_the_text_of_any_configuration_is_equivalent(message: Any) -> None:
+    try:
+        config = protos.to_config(message)
+    except msgspec.ValidationError:
+        return
+    for given_config in (config, ModelConfig()):
+        written = as_text(config, origins(given_config, config, config, "file"))
+        assert written.replace("\n", "").isprintable()
+        assert shown(parse(written)) == shown(config)
+
+
+def shown(config: ModelConfig) -> str:
+    """The configuration with sorted maps, because their order varies, and without the sign of zero, which is not
+    written."""
+    return re.sub(r"-0\.0(?![0-9])", "0.0", json.dumps(msgspec.to_builtins(config), sort_keys=True))

@@ -1,12 +1,16 @@
-"""When a change is applied, with a store in memory and a clock that the test sets."""
+"""Downloads and the application of changes, with stores, executors and a clock that the test controls."""
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 
@@ -14,8 +18,11 @@ from shmserve.repo.remote import mirror as mirror_module
 from shmserve.repo.remote.address import parse_address
 from shmserve.repo.remote.cache import CacheSlot, RemoteCache
 from shmserve.repo.remote.credentials import Redactor
+from shmserve.repo.remote.download import Download
 from shmserve.repo.remote.mirror import Mirror, MirrorResources
-from shmserve.repo.remote.stores import Missing, RemoteFile, Store
+from shmserve.repo.remote.stores import Missing, NoRanges, RemoteFile, Store, StoreError
+from tests.support.cases import cases
+from tests.support.patience import PATIENCE_S
 
 ADDRESS = parse_address("s3://bucket/models")
 
@@ -46,36 +53,30 @@ class MemoryStore(Store):
 class Mirrored:
     """A mirror of a store in memory, its cache, and the time."""
 
-    def __init__(self, store: MemoryStore, place: Path, limit: int) -> None:
-        self.now = 0.0
-        self.store = store
-        self.slot = CacheSlot.acquire(place, [ADDRESS.key])
-        self.cache = RemoteCache(self.slot.folder, limit)
-        self.pools = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        resources = MirrorResources(
-            self.cache, Redactor(), *self.pools, lambda event: None, lambda seconds: None, 1 << 20, 0.0
-        )
+    def __init__(self, store: MemoryStore, slot: CacheSlot, pools: tuple[Executor, Executor], limit: int) -> None:
+        self.now, self.store, self.slot = 0.0, store, slot
+        self.cache = RemoteCache(slot.folder, limit)
+        resources = MirrorResources(self.cache, Redactor(), *pools, lambda _: None, lambda seconds: None, 1 << 20, 0.0)
         self.mirror = Mirror(ADDRESS, resources, lambda: self.now)
-
-    def close(self) -> None:
-        self.slot.close()
-        for pool in self.pools:
-            pool.shutdown()
 
 
 @pytest.fixture
-def mirrored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Mirrored]]:
-    made: list[Mirrored] = []
+def slot(tmp_path: Path) -> Iterator[CacheSlot]:
+    slot = CacheSlot.acquire(tmp_path, [ADDRESS.key])
+    yield slot
+    slot.close()
 
-    def make(limit: int = 1 << 20, **objects: str) -> Mirrored:
-        store = MemoryStore({path.replace("_", "/"): text for path, text in objects.items()})
-        monkeypatch.setattr(mirror_module, "open_store", lambda address, redact: store)
-        made.append(Mirrored(store, tmp_path, limit))
-        return made[-1]
 
-    yield make
-    for one in made:
-        one.close()
+@pytest.fixture
+def mirrored(slot: CacheSlot, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Mirrored]]:
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+
+        def make(limit: int = 1 << 20, **objects: str) -> Mirrored:
+            store = MemoryStore({path.replace("_", "/"): text for path, text in objects.items()})
+            monkeypatch.setattr(mirror_module, "open_store", lambda address, redact: store)
+            return Mirrored(store, slot, (first, second), limit)
+
+        yield make
 
 
 def test_a_model_that_is_being_written_is_left_alone(mirrored: Callable[..., Mirrored]) -> None:
@@ -162,3 +163,91 @@ def test_servers_share_a_cache(tmp_path: Path) -> None:
     assert [path.name for path in (third.folder / "views").iterdir()] == ["c"]
     assert not (second / "trees").exists()
     third.close()
+
+
+class Pieces(Executor):
+    """Runs nothing: the test completes the futures. `submitted` is set when there are as many as `count`."""
+
+    def __init__(self, count: int) -> None:
+        self.futures: list[Future[Any]] = []
+        self.submitted = Event()
+        self._count = count
+
+    def submit(self, work: Callable[..., Any], /, *_: Any, **__: Any) -> Future[Any]:
+        self.futures.append(Future())
+        if len(self.futures) == self._count:
+            self.submitted.set()
+        return self.futures[-1]
+
+
+class Filled(Store):
+    """Each byte of an object is this one. Those from `end` on cannot be read."""
+
+    def __init__(self, byte: bytes, end: int) -> None:
+        self._byte = byte
+        self._end = end
+
+    def read(self, file: RemoteFile, start: int, end: int) -> bytes:
+        if end > self._end:
+            raise StoreError("lost", final=True)
+        return self._byte * (end - start)
+
+
+def download_of(slot: CacheSlot, pool: Executor, advance: Callable[[int], None] = lambda count: None) -> Download:
+    return Download(RemoteCache(slot.folder, 1 << 20), pool, lambda _: None, advance, lambda _: None, 1000, 0.0)
+
+
+def test_an_error_ends_the_other_pieces(slot: CacheSlot) -> None:
+    """Pieces that have not begun are cancelled at once; running ones are waited for."""
+    pieces = Pieces(3)
+    file = RemoteFile("1/model", "key", 4000, "tag")
+    with ThreadPoolExecutor(1) as pool:
+        fetch = pool.submit(download_of(slot, pieces).fetch, Filled(b"a", 4000), "key", file)
+        assert pieces.submitted.wait(PATIENCE_S)
+        running, failing, waiting = pieces.futures
+        cancelled = Event()
+        waiting.add_done_callback(lambda future: cancelled.set())
+        running.set_running_or_notify_cancel()
+        try:
+            failing.set_exception(StoreError("the second piece"))
+            assert cancelled.wait(PATIENCE_S)
+            assert not fetch.done()
+        finally:
+            running.set_result(None)
+        with pytest.raises(StoreError, match="the second piece"):
+            fetch.result()
+
+
+@cases(("tag", b"a" * 1000 + b"b" * 1000), ("", b"b" * 2000))
+def test_only_objects_with_a_tag_are_resumed(tag: str, content: bytes, slot: CacheSlot) -> None:
+    file = RemoteFile("1/model", "key", 2000, tag)
+    with ThreadPoolExecutor(1) as pool:
+        download = download_of(slot, pool)
+        with pytest.raises(StoreError, match="lost"):
+            download.fetch(Filled(b"a", 1000), "key", file)
+        found = download.fetch(Filled(b"b", 2000), "key", file)
+    assert RemoteCache(slot.folder, 1 << 20).blob(found).read_bytes() == content
+
+
+class Sends(Store):
+    """Sends these bytes, whatever the size of the file is said to be."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def read(self, file: RemoteFile, start: int, end: int) -> bytes:
+        raise NoRanges("a store without ranges")
+
+    def stream(self, file: RemoteFile, write: Callable[[bytes], object]) -> None:
+        write(self._content)
+
+
+@cases((b"abc", r"1/model: the connection ended after 3 of 4 bytes"), (b"abcde", r"1/model is longer than its 4 bytes"))
+def test_an_object_of_another_size_is_not_kept(content: bytes, error: str, slot: CacheSlot) -> None:
+    advances, file = [0], RemoteFile("1/model", "key", 4, "tag")
+    with ThreadPoolExecutor(1) as pool:
+        download = download_of(slot, pool, advances.append)
+        with pytest.raises(StoreError, match=error):
+            download.fetch(Sends(content), "key", file)
+        assert (min(accumulate(advances)), sum(advances)) == (0, 0)
+        assert download.fetch(Sends(b"abcd"), "key", file) == hashlib.sha256(b"abcd").hexdigest()

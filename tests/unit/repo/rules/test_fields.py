@@ -1,5 +1,4 @@
-"""Rules that depend on more than a short text: names of models, GPUs, limits, files, and what a model
-completes.
+"""Rules that depend on more than a short text: names of models, limits, files, what a model completes, and templates.
 
 The texts of the other rules are in `broken`; see test_broken.
 """
@@ -16,11 +15,14 @@ from shmserve.repo.config.problems import ConfigError
 from shmserve.repo.config.support import NOT_SUPPORTED
 from shmserve.repo.load import ModelContext, examine, parse
 from shmserve.repo.rules.fields import verify_completed
+from shmserve.repo.rules.optimization import setting_problems
 from tests.support.cases import cases
+from tests.support.model_files import parameters
 from tests.support.repo.texts import BACKENDS, SMALL
 
 INPUT = 'input { name: "x" data_type: TYPE_FP32 dims: [ 3 ] }\n'
 OUTPUT = 'output { name: "y" data_type: TYPE_FP32 dims: [ 3 ] }\n'
+GROUP = "instance_group { %s }"
 
 
 def problems(text: str, name: str = "m", gpus: tuple[int, ...] = ()) -> list[str]:
@@ -49,17 +51,11 @@ def test_names_of_python_models() -> None:
     (INPUT.replace("x", "x" * 129), "input[1].name: found 129 characters, expected at most 128"),
     ("".join(INPUT.replace("x", f"x{n}") for n in range(256)), "input: found 257, expected at most 256"),
     (
-        'instance_group { name: "%s" }' % ("g" * 121),
+        GROUP % f'name: "{"g" * 121}"',
         "instance_group[0].name: found 121 characters, expected printable ones, at most 120",
     ),
-    (
-        "instance_group { count: 600 kind: KIND_GPU }",
-        "instance_group: 1200 instances, each a process; expected at most 1024",
-    ),
-    (
-        "instance_group { kind: KIND_GPU gpus: [ 0, 2 ] }",
-        "instance_group[0].gpus[1]: no GPU 2; this machine has [0, 1]",
-    ),
+    (GROUP % "count: 600 kind: KIND_GPU", "instance_group: 1200 instances, each a process; expected at most 1024"),
+    (GROUP % "kind: KIND_GPU gpus: [ 0, 2 ]", "instance_group[0].gpus[1]: no GPU 2; this machine has [0, 1]"),
 )
 def test_limits(text: str, expected: str) -> None:
     assert problems(SMALL + text, gpus=(0, 1)) == [expected]
@@ -115,3 +111,24 @@ def test_files_must_exist_with_the_expected_size(tmp_path: Path) -> None:
     (tmp_path / "warmup" / "ones").write_bytes(bytes(12))
     (tmp_path / "initial_state" / "first").write_bytes(bytes(8))
     assert problems() == []
+
+
+def test_templates_that_jinja_cannot_compile() -> None:
+    """llama.cpp ignores a tag for training; for the others, the gateway renders the template and does not know it."""
+    pytest.importorskip("jinja2")
+    training = "{% generation %}{{ messages }}{%- endgeneration -%}"
+    nested = "{% for m in messages %}" * 25 + "{% endfor %}" * 25
+    for backend, template, expected in (
+        ("llamacpp", training, ""),
+        ("python", training, "not a Jinja template: line 1: Encountered unknown tag 'generation'."),
+        ("python", nested, "not a template that Jinja can run: too many statically nested blocks"),
+        ("python", "{% break %}", "not a template that Jinja can run: 'break' outside loop"),
+    ):
+        text = f'backend: "{backend}" {parameters(chat_template=template)}'
+        problems = [(problem.path, problem.text) for problem in setting_problems(complete(parse(text), "m"))]
+        assert problems == ([('parameters["chat_template"]', expected)] if expected else [])
+
+
+def test_graphs_of_a_model_that_completes_its_batch_are_not_checked_yet() -> None:
+    text = 'backend: "tensorrt" optimization { cuda { graphs: true graph_spec { batch_size: 1 } } }'
+    assert list(setting_problems(complete(parse(text), "m", gpus=(0,)))) == []

@@ -1,4 +1,4 @@
-"""A generation keeps a model's files in the state of its creation."""
+"""Snapshots find every change of a model's files, and a generation keeps them in the state of its creation."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import os
 import resource
 import stat
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 
 from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.repo.storage import generation as module
+from shmserve.repo.storage import snapshot
 from shmserve.repo.storage.generation import FilesChanged, Generation, Generations, Sizes
 from shmserve.repo.storage.snapshot import changed, take
 
@@ -264,3 +267,124 @@ def test_a_reflink_is_a_copy_of_any_size(
     write(folder / "1" / "weights", "newer")
     assert (kept.folder / "1" / "weights").read_text() == "w" * 101
     assert pins(kept) == {}
+
+
+_MOMENTS = count(1)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "m"
+    for number in (1, 2, 10):
+        (folder / str(number) / "inner").mkdir(parents=True)
+        (folder / str(number) / "model.onnx").write_bytes(b"weights")
+        (folder / str(number) / "inner" / "data").write_bytes(b"more")
+    (folder / "labels.txt").write_text("cat\n")
+    (folder / "config.pbtxt").write_text('backend: "onnxruntime"')
+    (folder / "configs").mkdir()
+    (folder / "configs" / "large.pbtxt").write_text("")
+    return folder
+
+
+def overwrite(path: Path, data: bytes = b"") -> None:
+    """Overwrite the file, with a unique time, as the clock of a file system is coarse."""
+    with path.open("r+b" if path.exists() else "wb") as file:
+        file.truncate()
+        file.write(data)
+    at = next(_MOMENTS) * 10**9
+    os.utime(path, ns=(at, at))
+
+
+def replace(path: Path) -> None:
+    """Replace the file by another with the same size and time."""
+    before = path.stat()
+    fresh = path.with_name(".fresh")
+    fresh.write_bytes(bytes(before.st_size))
+    os.utime(fresh, ns=(before.st_atime_ns, before.st_mtime_ns))
+    fresh.replace(path)
+
+
+def to_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "size": lambda path: overwrite(path, b"longer than it was"),
+    "time": lambda path: os.utime(path, ns=(5, 5)),
+    "inode": replace,
+    "removed": lambda path: path.unlink(),
+    "added": lambda path: overwrite(path.with_name("added")),
+    "a directory": lambda path: path.with_name("added").mkdir(),
+    "other name": lambda path: path.rename(path.with_name("other")),
+    "other kind": to_directory,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("file", ["1/model.onnx", "2/inner/data", "labels.txt", "config.pbtxt", "configs/large.pbtxt"])
+def test_a_change_affects_versions_that_use_the_file(model: Path, file: str, change: Callable[[Path], object]) -> None:
+    before = take(model)
+    assert take(model) == before, "taking a snapshot changes nothing"
+    change(model / file)
+    after = take(model)
+    assert after.digest() != before.digest()
+    assert after.newest >= before.newest
+    touched = {1: file.startswith("1/"), 2: file.startswith("2/"), 10: False, 77: False}
+    if file == "labels.txt":
+        touched = dict.fromkeys(touched, True)
+    elif file == "config.pbtxt" and change in (CHANGES["added"], CHANGES["a directory"], CHANGES["other name"]):
+        touched = dict.fromkeys(touched, True)  # the new file is not a configuration
+    for number, wanted in touched.items():
+        assert (after.of_version(number) != before.of_version(number)) is wanted
+
+
+def test_hidden_files_and_caches_are_ignored(model: Path) -> None:
+    os.mkdir(os.fsencode(model) + b"/1/\xff\xfe")
+    first = take(model)
+    Path(os.fsdecode(os.fsencode(model) + b"/1/\xff\xfe/x")).write_bytes(b"")
+    before = take(model)
+    assert before.digest() != first.digest(), "a name need not be text"
+    for folder in (model, model / "1", model / "1" / "inner"):
+        (folder / "__pycache__").mkdir()
+        (folder / "__pycache__" / "model.pyc").write_bytes(b"x")
+        (folder / ".git").mkdir()
+        (folder / ".git" / "HEAD").write_bytes(b"x")
+        (folder / ".model.onnx.swp").write_bytes(b"x")
+    after = take(model)
+    assert after.files == before.files
+    assert after.digest() == before.digest()
+    assert after.newest >= before.newest
+
+
+def test_links_are_followed(model: Path, tmp_path: Path) -> None:
+    real = tmp_path / "real"
+    real.mkdir()
+    (real / "weights").write_bytes(b"1")
+    (model / "1" / "linked").symlink_to(real)
+    (model / "2" / "file").symlink_to(real / "weights")
+    (tmp_path / "link").symlink_to(model)
+    assert take(tmp_path / "link").files == take(model).files
+    before = take(model)
+    assert {"1/linked/", "1/linked/weights", "2/file"} <= before.files.keys()
+    overwrite(real / "weights", b"2")
+    after = take(model)
+    assert [path for path, look in before.files.items() if after.files[path] != look] == ["1/linked/weights", "2/file"]
+    aside = tmp_path / "aside"
+    aside.mkdir()
+    (model / "1" / "linked").unlink()
+    (model / "1" / "linked").symlink_to(aside)
+    assert "1/linked/weights" not in take(model).files
+
+
+def test_invalid_directories(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError):
+        take(tmp_path / "nothing")
+    with pytest.raises(NotADirectoryError):
+        take(model / "labels.txt")
+    count = len(take(model).files)
+    monkeypatch.setattr(snapshot, "ENTRIES", count)
+    take(model)
+    (model / "one more").write_bytes(b"")
+    with pytest.raises(InvalidRequest, match=f"m: more than {count} files and directories"):
+        take(model)

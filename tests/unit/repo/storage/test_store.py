@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import re
 import zipfile
-from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.config.problems import CONFIG_BYTES
 from shmserve.repo.load import parse
-from shmserve.repo.storage.store import ScannedModel, find_model, model_names, scan_model, select_versions
+from shmserve.repo.storage.store import find_model, model_names, scan_model, select_versions
 from tests.support.cases import cases
 from tests.support.repo.texts import BACKENDS, DYNAMIC, ENSEMBLE, SMALL
 
@@ -36,8 +36,8 @@ def put(
     return path
 
 
-def scanned(*roots: Path, backends: Collection[str] = BACKENDS) -> dict[str, ScannedModel]:
-    found = [scan_model(path, backends=backends) for (path,) in model_names(roots).values()]
+def scanned(*roots: Path) -> dict[str, Any]:
+    found = [scan_model(path, backends=BACKENDS) for (path,) in model_names(roots).values()]
     names = [model.name for model in found]
     assert names == sorted(set(names))
     for model in found:
@@ -73,12 +73,12 @@ def test_files_of_pytorch_without_a_configuration(
     assert all(re.search(text, reason) for text, reason in zip(texts, found, strict=True)), found
 
 
-def only(*roots: Path) -> ScannedModel:
+def only(*roots: Path) -> Any:
     (found,) = scanned(*roots).values()
     return found
 
 
-def look(path: Path, config_name: str = "") -> ScannedModel:
+def look(path: Path, config_name: str = "") -> Any:
     return scan_model(path, backends=BACKENDS, config_name=config_name)
 
 
@@ -94,9 +94,7 @@ def test_models_versions_and_other_files(tmp_path: Path) -> None:
     assert found["b"].versions == (10,)
     assert found["a"].warning_texts == ()
     assert found["a"].path == path.resolve()
-    config = found["a"].config
-    assert config is not None
-    assert config.name == "a"
+    assert found["a"].config.name == "a"
 
 
 def test_a_broken_model_does_not_affect_others(tmp_path: Path) -> None:
@@ -144,7 +142,6 @@ def test_a_repository_that_is_not_a_directory(tmp_path: Path) -> None:
 def test_the_given_configuration_is_kept_beside_the_completed_one(tmp_path: Path, text: str) -> None:
     found = look(put(tmp_path / "m", text))
     assert found.written == parse(text)
-    assert found.config is not None
     assert found.config.version_policy is not None
     assert (found.problem_texts, found.versions) == ((), (1,))
     assert found.places["input[0].dims"][0] == 4
@@ -274,7 +271,8 @@ def test_names_of_models(tmp_path: Path) -> None:
 
 NO_NAME = "Model name cannot be empty. Please enter a valid name to deploy."
 TRAVERSAL = "model name must not contain path traversal characters; found "
-INVALID_NAME = "failed to poll from model repository: a model cannot have this name"
+POLL = "failed to poll from model repository: "
+INVALID_NAME = POLL + "a model cannot have this name"
 
 
 @cases(
@@ -290,12 +288,7 @@ INVALID_NAME = "failed to poll from model repository: a model cannot have this n
     ("file", NotFound, "failed to load 'file', failed to poll from model repository: no model repository has it"),
     ("a..b", NotFound, "failed to load 'a..b', failed to poll from model repository: no model repository has it"),
     ("resnt", NotFound, "failed to poll from model repository: no model repository has it; did you mean 'resnet'?"),
-    (
-        "both",
-        InvalidRequest,
-        "failed to load 'both', failed to poll from model repository: model appears in two or more repositories: "
-        "'both' is in 2 of them; keep one",
-    ),
+    ("both", InvalidRequest, POLL + "model appears in two or more repositories: 'both' is in 2 of them; keep one"),
 )
 def test_names_without_a_model(name: str, error: type[Exception], text: str, tmp_path: Path) -> None:
     for model in ("a", "both", "resnet", ".hidden", "__pycache__"):
