@@ -22,10 +22,10 @@ from shmserve.tools.load.record import (
 )
 
 
-def window(number: int, good: int, p50: float = 1e6, p99: float = 2e6, failed: int = 0) -> LoadWindow:
+def window(number: int, good: int, p50: float = 1e6, p99: float = 2e6) -> LoadWindow:
     percentiles = {"p50": p50, "p99": p99}
     return LoadWindow(
-        start_ns=number * SECOND, length_ns=SECOND, good=good, failed=failed, mean_ns=p50, percentiles=percentiles
+        start_ns=number * SECOND, length_ns=SECOND, good=good, failed=0, mean_ns=p50, percentiles=percentiles
     )
 
 
@@ -74,9 +74,7 @@ def run(*points: Point) -> SavedRun:
     )
 
 
-def steady(concurrency: int, per_s: Sequence[int], p50: float = 1e6, p99: float = 2e6, failed: int = 0) -> Point:
+def steady(concurrency: int, per_s: Sequence[int], p50: float = 1e6, failed: int = 0) -> Point:
     """The percentiles of its windows vary by a thousandth."""
-    windows = [
-        window(number, good, p50 + number % 2 * 1e3, p99 + number % 2 * 1e3) for number, good in enumerate(per_s)
-    ]
+    windows = [window(at, good, p50 + at % 2 * 1e3, 2e6 + at % 2 * 1e3) for at, good in enumerate(per_s)]
     return point(ClosedLoop(concurrency), windows, failed=failed)

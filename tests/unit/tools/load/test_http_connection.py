@@ -55,11 +55,6 @@ def test_events_arrive_whole_and_in_order(chunk: int, piece: int) -> None:
     assert (found, seen) == ((200, b""), EVENTS)
 
 
-def test_the_body_of_an_error_is_not_an_event() -> None:
-    found, seen = asyncio.run(asked([chunked([b'data: {"error":"bad"}'], 1000, "500 Internal Server Error")]))
-    assert (found, seen) == ((500, b'data: {"error":"bad"}\n\n'), [])
-
-
 class _Server(asyncio.Protocol):
     def __init__(self, answer: bytes) -> None:
         self._answer = answer

@@ -1,4 +1,4 @@
-"""The live view on textual's test terminal: keys, dialogs and sizes."""
+"""The live views of one server and of several, on textual's test terminal: keys, dialogs and sizes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from textual.pilot import Pilot
 from shmserve.errors import ConnectionLost, Denied
 from shmserve.tools.top.app import TopApp
 from shmserve.tools.top.columns import MODELS
+from shmserve.tools.top.fleet_app import FleetApp
+from shmserve.tools.top.fleet_poller import Pollers
 from shmserve.tools.top.screens import ConfirmScreen, DetailScreen, HelpScreen, LogScreen
 from tests.support.clients.activity_documents import client, counters, document, gpu, instance, model
 from tests.support.clients.app_driver import NEVER_S, SIZES, AppDriver
-from tests.unit.tools.top.fleet.scripted import ScriptedSource
+from tests.unit.tools.top.fleet.scripted import Document, ScriptedSource
 
 NAMES = ("alpha", "beta", "gamma", "delta")
 
@@ -31,7 +33,6 @@ class OperatedSource(ScriptedSource):
         self.names = names
         self.error: Exception | None = None
         self.done: list[tuple[str, str, int | None, str]] = []
-        self.histories: list[str] = []
         self.records = 50
         self.step_reads = 0
 
@@ -59,7 +60,6 @@ class OperatedSource(ScriptedSource):
         return ["it is old"] if what == "load" else []
 
     def history(self, model: str, version: int | None) -> dict[str, list[float | None]]:
-        self.histories.append(model)
         curve: list[float | None] = [*[50.0] * 8, *[0.0] * 8]
         return {"requests": curve} if (model, version) == ("beta", 1) else {}
 
@@ -109,6 +109,11 @@ class Driver(AppDriver[TopApp]):
         for worker in [one for one in self.app.workers if one.group == "operations"]:
             await worker.wait()
         await self.pilot.pause()
+
+    async def confirm(self, keys: str, question: str, answer: str = "y") -> None:
+        await self.press(*keys.split())
+        await self.asked(question)
+        await self.decided(answer)
 
     @property
     def names(self) -> list[str]:
@@ -321,9 +326,7 @@ async def test_the_log_of_a_model_follows_unless_it_was_scrolled_up(top: Driver)
 @driven()
 async def test_operations_after_a_confirmation(top: Driver) -> None:
     for key in ("n", "escape", "enter"):  # the focus is on Cancel
-        await top.press("u")
-        await top.asked("Unload model 'alpha'?")
-        await top.decided(key)
+        await top.confirm("u", "Unload model 'alpha'?", key)
     assert top.source.done == []
     top.source.gate.clear()
     await top.press("u")
@@ -337,17 +340,11 @@ async def test_operations_after_a_confirmation(top: Driver) -> None:
     await top.press("tab")
     await top.decided("enter")
     assert "warning: it is old" in top.message
-    await top.press("r")
-    await top.asked("Restart model 'alpha' version 1?")
-    await top.decided("y")
-    await top.press("2", "down", "down", "r")
-    await top.asked("Restart instance 'beta_0_0' of model 'beta'?")
-    await top.decided("y")
+    await top.confirm("r", "Restart model 'alpha' version 1?")
+    await top.confirm("2 down down r", "Restart instance 'beta_0_0' of model 'beta'?")
     await top.press("1", "end", "enter")
     await top.until(lambda: isinstance(top.app.screen, DetailScreen))
-    await top.press("r")
-    await top.asked("Restart model 'gamma' version 1?")
-    await top.decided("y")
+    await top.confirm("r", "Restart model 'gamma' version 1?")
     assert "restart of model 'gamma' version 1 done" in top.message
     assert top.source.done == [
         ("unload", "alpha", None, ""),
@@ -414,3 +411,122 @@ async def test_the_interval_and_pauses(top: Driver) -> None:
     await top.until(lambda: top.source.reads > count)
     await top.press("space")
     assert "every 0.5 s" in top.text
+
+
+def answers(*names: str) -> Callable[[int], Document]:
+    return lambda number: document(2 * number, *[model(name, counted=counters(100 * number)) for name in names])
+
+
+def lost(number: int) -> Document:
+    raise ConnectionLost("no server at c (refused)")
+
+
+def fleet_sources() -> dict[str, ScriptedSource]:
+    return {
+        "a": ScriptedSource("http://a", answers("alpha", "beta")),
+        "b": ScriptedSource("http://b", answers("alpha")),
+        "c": ScriptedSource("http://c", lost),
+    }
+
+
+class FleetDriver(AppDriver[FleetApp]):
+    def __init__(self, app: FleetApp, pilot: Pilot[str], fleet: RecordingFleet) -> None:
+        super().__init__(app, pilot)
+        self.fleet = fleet
+
+    async def proceed(self) -> None:
+        self.fleet.refresh()
+        await self.app.read()
+        await self.pilot.pause()
+
+    @property
+    def message(self) -> str:
+        return self.message_of(self.app.screen_stack[0])
+
+
+class RecordingFleet(Pollers):
+    interval: float | None = None
+
+    def set_interval(self, seconds: float) -> None:
+        self.interval = seconds
+        super().set_interval(seconds)
+
+
+def drive(
+    steps: Callable[[FleetDriver], Awaitable[None]], size: tuple[int, int] = (120, 30), **options: Any
+) -> str | None:
+    async def main() -> str | None:
+        fleet = RecordingFleet(fleet_sources(), NEVER_S)
+        with fleet:
+            app = FleetApp(fleet, NEVER_S, **options)
+            async with app.run_test(size=size) as pilot:
+                driver = FleetDriver(app, pilot, fleet)
+                await driver.until(lambda: all(snapshot.settled for snapshot in fleet.snapshots))
+                await driver.proceed()
+                await steps(driver)
+            return app.return_value
+
+    return asyncio.run(main())
+
+
+def test_the_servers() -> None:
+    async def steps(top: FleetDriver) -> None:
+        assert top.column("server") == ["a", "b", "c"]
+        assert "3 servers   2 READY   1 UNREACHABLE" in top.text
+        assert "req/s 150" in top.text
+        assert top.message == ""
+        await top.press("end")
+        assert top.message == "c: no server at c (refused)"
+        await top.press("minus")
+        assert top.fleet.interval == 60
+        await top.press("question_mark")
+        assert isinstance(top.app.screen, HelpScreen)
+        assert "models over all servers" in top.text
+        assert "share of the machine's memory in use" in top.text
+        await top.press("escape", "down", "enter")
+
+    assert drive(steps, (100, 60)) == "c"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_tables_fit_terminals_of_any_size(size: tuple[int, int]) -> None:
+    async def steps(top: FleetDriver) -> None:
+        for key in "123":
+            await top.press(key)
+            top.assert_fits(size)
+        await top.press("q" if size == SIZES[0] else "ctrl+c")
+
+    assert drive(steps, size=size) == ("" if size == SIZES[0] else None)
+
+
+def test_a_model_and_its_servers() -> None:
+    async def steps(top: FleetDriver) -> None:
+        await top.press("2")
+        assert top.column("model") == ["alpha", "beta"]
+        assert top.column("servers") == ["2/2", "1/1"]
+        await top.press("enter")
+        assert (top.column("model"), top.column("server")) == (["alpha", "alpha"], ["a", "b"])
+        assert "3 By server 2" in top.text
+        await top.press("escape")
+        assert top.column("model") == ["alpha", "alpha", "beta"]
+        await top.press("down", "enter")
+
+    assert drive(steps) == "b"
+
+
+def test_the_message_and_pauses() -> None:
+    async def steps(top: FleetDriver) -> None:
+        assert top.column("server") == ["c"]
+        assert top.message == "c: it went away"
+        await top.press("escape")
+        await top.press("escape")
+        assert top.message == "c: no server at c (refused)", "of the selected row"
+        await top.press("space")
+        before = top.column("uptime_seconds")
+        top.fleet.refresh()
+        await top.app.read()
+        assert top.column("uptime_seconds") == before
+        await top.press("space")
+        await top.until(lambda: top.column("uptime_seconds") != before)
+
+    drive(steps, filter_text="c", sort_key="p99", message="c: it went away")

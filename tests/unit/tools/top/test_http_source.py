@@ -7,7 +7,7 @@ import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ from shmserve.tools.top.http_source import HttpSource, document_of, samples
 from shmserve.tools.top.sources import ServerSource
 from shmserve.tools.top.view import make_view
 from tests.support.cases import cases
+from tests.support.http_endpoint import QuietServer
 
 SERVER = {"name": "triton", "version": "2.50.0", "extensions": []}
 METRICS = """
@@ -110,33 +111,11 @@ def test_rates_and_percentiles_with_and_without_metrics() -> None:
     assert view.instances == view.clients == view.gpus == []
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    answers: dict[str, tuple[int, str]]
-    seen: list[tuple[str, str, str]]
-
-    def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
-        type(self).seen.append((self.path, body, self.headers.get("Authorization", "")))
-        status, text = self.answers.get(self.path, (404, '{"error": "no such path"}'))
-        data = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        if self.path.startswith("/close"):  # without a header that says so
-            self.close_connection = True
-        self.end_headers()
-        self.wfile.write(data)
-
-    do_POST = do_GET
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Suppresses output on standard error."""
-
-
 @contextmanager
 def serving(
     tls: ssl.SSLContext | None = None, host: str = "127.0.0.1", **more: tuple[int, str]
-) -> Iterator[tuple[str, type[_Handler]]]:
+) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yields the URL, and the paths and credentials of the requests."""
     answers = {
         "/v2": (200, json.dumps(SERVER)),
         "/v2/health/ready": (400, ""),
@@ -147,15 +126,34 @@ def serving(
         "/v2/repository/models/m%2Fx/load": (200, ""),
         "/v2/repository/models/bad/load": (400, '{"error": "load failed for model \'bad\'"}'),
     } | {path.replace("_", "/"): answer for path, answer in more.items()}
-    handler = type("Handler", (_Handler,), {"answers": answers, "seen": []})
-    server = ThreadingHTTPServer((host, 0), handler)
-    server.daemon_threads = False
+    seen: list[tuple[str, str]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            seen.append((self.path, self.headers.get("Authorization", "")))
+            status, text = answers.get(self.path, (404, '{"error": "no such path"}'))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            if self.path.startswith("/close"):  # without a header that says so
+                self.close_connection = True
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = QuietServer((host, 0), Handler)
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield f"http://{host}:{server.server_address[1]}", handler
+        yield f"http://{host}:{server.server_address[1]}", seen
     finally:
         server.shutdown()
         thread.join()
@@ -167,11 +165,11 @@ def source(url: str, *more: str) -> closing[HttpSource]:
 
 
 def test_reading_and_loading() -> None:
-    with serving() as (url, handler), source(f"{url}/", f"{url}/metrics", "secret") as made:
+    with serving() as (url, seen), source(f"{url}/", f"{url}/metrics", "secret") as made:
         found = made.read()
         assert (found["server"]["ready"], found["notes"], found["gpus"][0]["uuid"]) == (False, [], "GPU-1")
         assert made.operate("load", "m/x", None, "") == []
-        assert {token for _, _, token in handler.seen} == {"Bearer secret"}
+        assert {token for _, token in seen} == {"Bearer secret"}
         with pytest.raises(InvalidRequest, match="load failed for model 'bad'"):
             made.operate("load", "bad", None, "")
         with pytest.raises(NotFound, match="no such path"):
@@ -207,10 +205,10 @@ def test_errors_and_other_formats(path: str, status: int, text: str, error: type
 
 
 def test_connections_that_are_closed_end_or_are_not_trusted() -> None:
-    with serving() as (url, handler), source(url, f"{url}/close") as made:
+    with serving() as (url, seen), source(url, f"{url}/close") as made:
         for _ in range(2):
             made.read()
-        assert [path for path, _, _ in handler.seen].count("/v2") == 2
+        assert [path for path, _ in seen].count("/v2") == 2
     with source(url) as made, pytest.raises(ConnectionLost, match=r"no server at http://127\.0\.0\.1:\d+ \("):
         made.read()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

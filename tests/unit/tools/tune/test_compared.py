@@ -1,4 +1,4 @@
-"""The comparison of two outcomes of tune."""
+"""The comparison of two outcomes of tune, and how busy the steps of an ensemble are, by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 
 from shmserve.errors import InvalidRequest
 from shmserve.terminal.console import Screen
+from shmserve.tools.tune import steps
 from shmserve.tools.tune.compared import check, text
+from shmserve.tools.tune.steps import StepUse, step_uses
 from tests.support.cases import cases
 
 TARGET = {"model": "m", "p99_ms": 20.0, "rate": None}
@@ -54,3 +56,34 @@ def test_only_outcomes_with_the_same_target_can_be_compared(before: Any, reason:
     with pytest.raises(InvalidRequest, match=reason):
         check(before, TARGET)
     assert check(outcome(1.0, None), TARGET)["chosen"] is None
+
+
+def entry(name: str, *sizes: tuple[int, int, int]) -> dict[str, Any]:
+    """`sizes`: rows of a batch, number of batches, and milliseconds of them all."""
+    return {
+        "name": name,
+        "batch_stats": [
+            {
+                "batch_size": rows,
+                "compute_input": {"count": count, "ns": 0},
+                "compute_infer": {"count": count, "ns": ms * 900_000},
+                "compute_output": {"count": count, "ns": ms * 100_000},
+            }
+            for rows, count, ms in sizes
+        ],
+    }
+
+
+def test_the_busiest_step_is_the_bottleneck() -> None:
+    before = {"model_stats": [entry("a", (1, 5, 50)), entry("ensemble")]}
+    entries = (
+        entry("a", (1, 15, 250), (4, 10, 200)),
+        entry("b", (8, 10, 900)),
+        entry("ensemble"),
+        entry("other", (1, 1, 1)),
+    )
+    after = {"model_stats": [*entries]}
+    uses = step_uses(before, after, {"a": 2, "b": 1}, 1_000_000_000)
+    assert uses == [StepUse("b", 1, 0.9, 90.0, 8.0), StepUse("a", 2, 0.2, 20.0, 2.5)]
+    assert steps.text(uses, Screen(False)).splitlines()[1].split() == ["b", "1", "90%", "90", "8"]
+    assert step_uses(before, before, {"a": 1}, 10**9) == [StepUse("a", 1, 0.0, 0.0, 0.0)], "a step that ran nothing"

@@ -72,9 +72,7 @@ def test_the_slow_step_gets_what_the_ensemble_needs() -> None:
     text = CONFIG.replace("max_batch_size: 32", "max_batch_size: 4").replace("dynamic_batching { }", "")
     steps = [step_of(name, partial(whole_batch, ms), goal, config=text) for name, ms in TIMES.items()]
     tuner = tuner_of([joint.JointTarget("both", goal, policy=compile_policy(parse(ENSEMBLE), 1))], steps)
-    outcome = tuner.run()
-    assert outcome.present is not None
-    assert outcome.best is not None
+    outcome: Any = tuner.run()
     slow, fast = outcome.best.settings
     assert slow.batch > 1
     assert fast == steps[1].model.current or fast.batch > 1
@@ -108,9 +106,8 @@ def test_models_that_share_a_machine(
         steps.append(step_of(name, partial(whole_batch, ms), goal, rate or 1.0, text))
         targets.append(joint.JointTarget(name, goal, rate or 1.0))
     tuner = tuner_of(targets, steps, memory=memory * EACH_MIB * MIB, fixed=bool(rates[0]), objective=objective)
-    outcome = tuner.run()
+    outcome: Any = tuner.run()
     chosen = outcome.chosen
-    assert chosen is not None
     assert tuple(each.instances for each in chosen) == instances
     assert all(each.batch >= size for each, size in zip(chosen, batches, strict=True))
     document = joint_report.as_json(tuner)
@@ -120,16 +117,7 @@ def test_models_that_share_a_machine(
     assert [each["rate"] for each in document["best"].values()] == [*rates] or not rates[0]
     assert joint_report.check(document, document["targets"]) is document
     lines = [line.split() for line in joint_report.comparison(document, document, Screen(False)).splitlines()]
-    assert [line[0] for line in lines[1:]] == [
-        "heavy",
-        "heavy:",
-        "heavy:",
-        "heavy:",
-        "light",
-        "light:",
-        "light:",
-        "light:",
-    ]
+    assert [line[0] for line in lines[1:]] == ["heavy", *["heavy:"] * 3, "light", *["light:"] * 3]
     with pytest.raises(InvalidRequest, match="its targets are"):
         joint_report.check(document, {})
 
