@@ -187,7 +187,6 @@ def calling(draw: Random) -> tuple[SimModel, ...]:
 def some_plan(
     seed: int, seconds: float = 0.5, check_every: int = 1, kind: Callable[[Random], tuple[SimModel, ...]] = some_models
 ) -> Plan:
-    """A random plan with random failures."""
     draw = Random(seed)
     models = kind(draw)
     loads = tuple(some_load(draw, models[-1]) for _ in range(draw.randint(1, 2)))

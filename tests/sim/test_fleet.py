@@ -58,7 +58,6 @@ def accounted(result: FleetResult) -> int:
     ids=["single", "batches", "lognormal", "cache", "overload"],
 )
 def test_queues_have_the_latencies_of_the_core(given: dict[str, Any], p99_within: float) -> None:
-    """With 100 servers, the queues have the same latencies and throughput as the core."""
     core, queues = [simulate_fleet(plan(servers=100, requests=8000, fast=fast, **given)) for fast in (False, True)]
     assert queues.latency.quantile(0.5) == pytest.approx(core.latency.quantile(0.5), rel=0.03)
     assert queues.latency.quantile(0.99) == pytest.approx(core.latency.quantile(0.99), rel=p99_within)

@@ -189,7 +189,6 @@ def test_every_limit_has_its_test() -> None:
 
 
 def serving() -> Core:
-    """A core with one client."""
     core = Core()
     opened = events.Opened(1, "uid:1", "lane", ALL_ROLES)
     core.handle([(0, opened), (1, Hello(PROTOCOL, 1, "c", "memfd"))], 0)

@@ -131,10 +131,3 @@ def test_an_extension_respects_the_size_and_padding_limits(
     for place, request in enumerate(waiting):
         behind = sum(waiting[other].cost for other in places if other > place)
         assert place in places or not behind or behind <= may_be_passed(request, policy, 0)
-
-
-def test_a_request_is_batched_only_if_padding_costs_less_than_another_batch() -> None:
-    rules, waiting = BatchRules.of(MAX, BatchPolicy(), True), [Waiting(4), Waiting(60), Waiting(5)]
-    for batch_cost, places, reason in ((111, [0, 1, 2], Reason.IDLE), (109, [0, 2], Reason.SHAPE)):
-        plan = form_padded(waiting, rules, PaddingPolicy((), batch_cost=batch_cost), NOW)
-        assert (chosen(plan), plan.reason) == (places, reason), f"to pad costs 110 more, another batch {batch_cost}"

@@ -34,20 +34,6 @@ def names(requests: list[Any]) -> list[int]:
     return [each.name for each in requests]
 
 
-def test_more_connections_do_not_increase_the_share_of_a_user() -> None:
-    waiting = queue()
-    crowd = [SimpleNamespace(number=number, user="ann") for number in range(100, 1100)]
-    for name, client in enumerate(crowd):
-        for _ in range(3):
-            waiting.add(SimpleNamespace(**{**vars(request(name=name)), "payer": client}))
-    for name in range(2000, 2100):
-        waiting.add(request(5, name=name))
-    assert names(waiting.in_order())[:4] == [0, 2000, 1, 2001]
-    assert sum(each.payer.user == "bob" for each in waiting.take(100)) == 50
-    waiting.add(request(8, name=3000))
-    assert 3000 in names(waiting.in_order())[:3], "a third user joins in at once"
-
-
 def test_a_user_that_was_served_alone_gets_an_equal_share_afterwards() -> None:
     waiting = queue()
     for name in range(100):
@@ -140,7 +126,6 @@ def test_cancelled_requests_are_not_charged() -> None:
 
 
 def test_cancelling_requests_gives_no_precedence() -> None:
-    """Sending and cancelling requests does not give a client precedence."""
     waiting = queue()
     mine = [request(1, name=name) for name in range(100)]
     for each in mine:

@@ -345,7 +345,6 @@ def test_every_model_of_the_machine_answers_a_request(name: str, limited: bool) 
 
 
 def test_a_refused_request_to_a_decoupled_model_keeps_no_memory() -> None:
-    """The request is refused, and memory for its places is not kept."""
     machine = EverythingMachine()
     machine.begin(["e_turn"], False)
     machine.happen(flag=False, number=1, together=False, what="deploy", which=0)
