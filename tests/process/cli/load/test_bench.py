@@ -5,6 +5,9 @@ No assertion depends on speed, except for the maximum rate of a model that needs
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import importlib.util
 import json
 import os
 import re
@@ -12,26 +15,152 @@ import shlex
 import signal
 import socket
 import subprocess
+import threading
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import trustme
 from msgspec.structs import replace
 
 from shmserve.errors import ConnectionLost, InvalidRequest
 from shmserve.gateway.auth import tokens
-from shmserve.tools.load import record
+from shmserve.repo import samples
+from shmserve.testing import Server
+from shmserve.tools.load import one_load, record
+from shmserve.tools.load.generation import process
 from shmserve.tools.load.measure import MeasureProgress, measure
-from shmserve.tools.load.plan import SECOND, ClosedLoop, Endpoint, LoadPlan, OpenLoop, RequestInputs, Sequences
+from shmserve.tools.load.plan import (
+    SECOND,
+    ClosedLoop,
+    Endpoint,
+    LoadPlan,
+    MeasureSettings,
+    OpenLoop,
+    RequestInputs,
+    Sequences,
+)
 from shmserve.tools.load.targets import base, connecting
-from tests.process.cli.load.bench_server import END_S, KINDS, QUICK, SERVICE_NS, SHORT, BenchServer, one_point
 from tests.support.commands import COMMAND, run
 from tests.support.docs import pages
-from tests.support.gateway.running_gateway import Gateway
+from tests.support.ensemble_models import config_text
+from tests.support.gateway.running_gateway import Gateway, model, talker
 from tests.support.living import await_connections, until
+from tests.support.model_files import parameters, write_model
+from tests.support.workers.models import gguf_models
 
 pytestmark = pytest.mark.process
+
+END_S = 60
+SERVICE_NS = 20_000_000
+QUICK = MeasureSettings(warmup_ns=SECOND // 50, window_ns=SECOND // 20, min_windows=2, max_windows=2, min_responses=3)
+SHORT = ["--warmup", "20ms", "--window", "50ms", "--windows", "2:2", "--no-echo"]
+KINDS = ("lane", "ipc", "tcp", "http", "grpc")
+SLOW = config_text("identity", "x:FP32:[1]", "y:FP32:[1]", parameters(delay_us=str(SERVICE_NS // 1000)))
+SEQUENCE = "sequence_batching { direct { } max_sequence_idle_microseconds: 60000000 }"
+
+
+class BenchServer:
+    def __init__(self, server: Server, keys: Path) -> None:
+        self.server = server
+        own, theirs = str(keys / "alice.key"), str(keys / "server.pub")
+        address = server.endpoints
+        self.endpoints = {
+            "lane": Endpoint(url=server.url),
+            "ipc": Endpoint(url=server.zmq_url),
+            "tcp": Endpoint(url=f"tcp://{address['zmq']}", server_key=theirs, key_file=own),
+            "http": Endpoint(url=f"http://{address['http']}"),
+            "grpc": Endpoint(url=f"grpc://{address['grpc']}"),
+        }
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether the engine of language models is installed."""
+        with self.server.client() as client:
+            return any(entry["name"] == "chat" for entry in client.models())
+
+    def requests(self, name: str) -> int:
+        """Successful requests to the model since its start."""
+        with self.server.client() as client:
+            (entry,) = client.statistics(name)["model_stats"]
+        return int(entry["inference_stats"]["success"]["count"])
+
+
+def one_point(plan: LoadPlan) -> record.Point:
+    (point,) = measure(plan).points
+    return point
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BenchServer]:
+    repository, keys = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("keys")
+    samples.build(repository, lambda text: None)
+    model(repository, "id", ["FP32", "BYTES"], "[ 4 ]", 8, "dynamic_batching { }")
+    model(repository, "sequence", ["INT32"], "[ 1 ]", 4, SEQUENCE)
+    model(repository, "wide", ["FP32"], "[ -1 ]", 4)
+    talker(repository)
+    write_model(repository, "slow", SLOW)
+    if importlib.util.find_spec("xllamacpp") is not None:
+        write_model(repository, "chat", 'backend: "llamacpp"')
+        gguf_models.write(repository / "chat" / "1" / "model.gguf")
+    for name, roles in (("server", "infer"), ("alice", "infer,observe")):
+        assert run("keygen", name, "--out", str(keys), "--roles", roles)[0] == 0
+    options = ["--zmq-address", "tcp://127.0.0.1:0", "--zmq-server-key", str(keys / "server.key")]
+    options += ["--zmq-keys", str(keys / "alice.pub")]
+    with Server(repository, *options, gateway=True) as server:
+        yield BenchServer(server, keys)
+
+
+class GeneratorThread:
+    """Replaces the `Popen` of a generator process: runs the same code in a thread, without starting Python."""
+
+    def __init__(self, command: list[str], pass_fds: list[int], stdin: int) -> None:
+        self._thread = threading.Thread(target=asyncio.run, args=[process.serve(os.dup(pass_fds[0]))])
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+
+    def kill(self) -> None:
+        return
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes generators threads that report often, for tests about what they send. Their processor time is that of the
+    whole test process, so it must not cause more generators to be added.
+    """
+    start = subprocess.Popen
+
+    def started(command: list[str], **options: Any) -> Any:
+        is_generator = process.__name__ in command
+        return GeneratorThread(command, **options) if is_generator else start(command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    monkeypatch.setattr(process, "FLUSH_S", 0.01)
+    monkeypatch.setattr(one_load, "BUSY", float("inf"))
+
+
+@pytest.fixture(scope="module")
+def secure(served: BenchServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Gateway, Path]]:
+    """A gateway that requires client certificates, and a folder with its certificates."""
+    folder = tmp_path_factory.mktemp("certificates")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(folder / "ca"))
+    for name, host in (("server", "localhost"), ("client", "alice")):
+        issued = authority.issue_cert(host)
+        issued.private_key_and_cert_chain_pem.write_to_path(str(folder / name))
+        (folder / name).chmod(0o600)
+    issued.private_key_pem.write_to_path(str(folder / "key"))
+    gateway = Gateway(served.server, "--tls-cert", str(folder / "server"), "--tls-client-ca", str(folder / "ca"))
+    try:
+        yield gateway, folder
+    finally:
+        gateway.stop()
 
 
 def test_a_port_of_another_protocol_is_reported(served: BenchServer) -> None:
@@ -208,12 +337,7 @@ def test_a_closed_loop_over_each_transport(
     before = served.requests("id")
     seen: list[MeasureProgress] = []
     plan = LoadPlan(
-        model="id",
-        endpoint=served.endpoints[kind],
-        loads=(ClosedLoop(3),),
-        inputs=inputs,
-        settings=QUICK,
-        processes=2,
+        model="id", endpoint=served.endpoints[kind], loads=(ClosedLoop(3),), inputs=inputs, settings=QUICK, processes=2
     )
     run = measure(plan, on_progress=seen.append)
     (point,) = run.points
