@@ -83,10 +83,6 @@ def setup() -> configparser.ConfigParser:
     return parser
 
 
-def words(text: str) -> list[str]:
-    return text.split()
-
-
 @pytest.mark.parametrize("reason", BANNED_CODE)
 def test_banned_code_is_not_used(reason: str) -> None:
     pattern = re.compile(BANNED_CODE[reason])
@@ -140,7 +136,7 @@ def test_symbolic_links_have_their_targets() -> None:
 
 
 def test_packages_in_setup_cfg_match_the_folders() -> None:
-    listed = set(words(setup()["options"]["packages"]))
+    listed = set(setup()["options"]["packages"].split())
     names = set()
     for path in committed():
         parts = path.relative_to(ROOT).parts
@@ -153,7 +149,7 @@ def test_every_data_file_is_packaged() -> None:
     patterns = {}
     for package, value in setup()["options.package_data"].items():
         folder = ROOT / package.replace(".", "/")
-        patterns[folder.resolve()] = words(value)
+        patterns[folder.resolve()] = value.split()
     missing = []
     for path in committed():
         top = path.relative_to(ROOT).parts[0]

@@ -118,16 +118,6 @@ def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield echo
 
 
-@pytest.fixture(params=[kind for kind in ALL if kind.failing], ids=lambda kind: kind.name)
-def failing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[WorkerProcess, Kind]]:
-    kind = request.param
-    needs(kind)
-    assert kind.failing is not None
-    with WorkerProcess(kind.failing(tmp_path), tmp_path, packages=kind.packages) as worker:
-        worker.loaded()
-        yield worker, kind
-
-
 @pytest.mark.parametrize("width", [0, 1, 5, 1500])
 @pytest.mark.parametrize("shares", [(1,), (3,), (1, 1, 1, 1), (3, 1, 2)], ids=str)
 def test_each_request_gets_its_rows(batched: Echo, width: int, shares: tuple[int, ...]) -> None:
@@ -252,12 +242,17 @@ def test_a_batch_of_several_audiences(batched: Echo) -> None:
         batched.check(row, given)
 
 
-def test_a_failing_model_fails_its_batch_only(failing: tuple[WorkerProcess, Kind]) -> None:
-    worker, kind = failing
+@pytest.mark.parametrize("kind", [kind for kind in ALL if kind.failing], ids=lambda kind: kind.name)
+def test_a_failing_model_fails_its_batch_only(kind: Kind, tmp_path: Path) -> None:
+    needs(kind)
+    assert kind.failing is not None
     assert kind.fail is not None
     x = Tensor("x", "FP32", (1, 2), np.array([[1, 2]], np.float32).tobytes())
     bad, options = kind.fail(x)
-    rows = worker.run(work(1, x), work(2, *bad, options=options), work(3, x))
+    with WorkerProcess(kind.failing(tmp_path), tmp_path, packages=kind.packages) as worker:
+        worker.loaded()
+        rows = worker.run(work(1, x), work(2, *bad, options=options), work(3, x))
+        ((last,), said) = worker.run(work(4, x)), worker.said()
     if kind.isolates:
         for row in (rows.pop(0), rows.pop()):
             assert row.error is None
@@ -266,10 +261,9 @@ def test_a_failing_model_fails_its_batch_only(failing: tuple[WorkerProcess, Kind
         assert_failed(row, "MODEL_FAILED")
         assert row.error is not None
         assert row.error.text.startswith("Failed to process the request(s) for model instance 'm_0_0', message: ")
-    (row,) = worker.run(work(4, x))
-    assert row.error is None
-    assert row.outputs[0].data == x.data
-    assert "m_0_0" in worker.said()
+    assert last.error is None
+    assert last.outputs[0].data == x.data
+    assert "m_0_0" in said
 
 
 WIDTH = 4

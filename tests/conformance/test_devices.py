@@ -69,6 +69,17 @@ def address(array: Any) -> int:
     return found
 
 
+def put(device: GpuDevice, stream: int, memory: int, given: Any) -> None:
+    device.copy(memory, address(given), SIZE, device.to_device, stream)
+
+
+def got(device: GpuDevice, stream: int, memory: int) -> Any:
+    found = np.zeros(SIZE, np.uint8)
+    device.copy(address(found), memory, SIZE, device.to_host, stream)
+    device.synchronize_stream(stream)
+    return found
+
+
 def bytes_of(seed: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).integers(0, 256, SIZE, np.uint8)
 
@@ -153,12 +164,9 @@ def test_a_captured_graph_runs_each_time_that_it_is_launched(device: GpuDevice, 
     device.copy(second, first, SIZE, device.within, stream)
     graph = device.end_capture(stream)
     for seed in (5, 6):
-        given, found = bytes_of(seed), np.zeros(SIZE, np.uint8)
-        device.copy(first, address(given), SIZE, device.to_device, stream)
+        put(device, stream, first, given := bytes_of(seed))
         device.launch(graph, stream)
-        device.copy(address(found), second, SIZE, device.to_host, stream)
-        device.synchronize_stream(stream)
-        np.testing.assert_array_equal(found, given)
+        np.testing.assert_array_equal(got(device, stream, second), given)
     device.destroy_graph(graph)
 
 
@@ -191,12 +199,9 @@ def test_an_allocation_that_does_not_fit_is_an_error_with_the_numbers(device: Gp
 
 @pytest.mark.parametrize("writable", [True, False])
 def test_mapped_memory_is_pinned_if_possible(device: GpuDevice, stream: int, memory: list[int], writable: bool) -> None:
-    given, found = bytes_of(8), np.zeros(SIZE, np.uint8)
-    pinned = device.register(address(given), SIZE, writable)
-    device.copy(memory[0], address(given), SIZE, device.to_device, stream)
-    device.copy(address(found), memory[0], SIZE, device.to_host, stream)
-    device.synchronize_stream(stream)
-    np.testing.assert_array_equal(found, given)
+    pinned = device.register(address(given := bytes_of(8)), SIZE, writable)
+    put(device, stream, memory[0], given)
+    np.testing.assert_array_equal(got(device, stream, memory[0]), given)
     if pinned:
         device.unregister(address(given))
 
@@ -209,12 +214,10 @@ def test_exported_memory(device: GpuDevice, way: str) -> None:
     if way != "real":  # CUDA refuses to open a handle in the process that exported it; tests/gpu uses two
         opened = other.open(exported)
         assert other.room(opened) >= size
-        streams, given, found = (device.stream(), other.stream()), bytes_of(9), np.zeros(SIZE, np.uint8)
-        device.copy(made, address(given), SIZE, device.to_device, streams[0])
+        streams = device.stream(), other.stream()
+        put(device, streams[0], made, given := bytes_of(9))
         device.synchronize_stream(streams[0])
-        other.copy(address(found), opened, SIZE, other.to_host, streams[1])
-        other.synchronize_stream(streams[1])
-        np.testing.assert_array_equal(found, given)
+        np.testing.assert_array_equal(got(other, streams[1], opened), given)
         other.close_opened(opened)
         device.destroy_stream(streams[0])
         other.destroy_stream(streams[1])

@@ -19,13 +19,7 @@ import pytest
 from shmserve.testing import Server
 from tests.support.cases import cases
 from tests.support.commands import COMMAND, run
-from tests.support.gateway.language_models import (
-    TEMPLATE,
-    LanguageModels,
-    openai_client,
-    post,
-    write_language_models,
-)
+from tests.support.gateway.language_models import TEMPLATE, LanguageModels, openai_client, post, write_language_models
 from tests.support.gateway.running_gateway import Gateway, model, open_gate
 from tests.support.living import until
 from tests.support.optional import optional
