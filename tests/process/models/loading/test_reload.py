@@ -14,6 +14,7 @@ import pytest
 
 import shmserve
 from shmserve.shm.extents import posix
+from shmserve.system.procfs import anonymous_bytes
 from shmserve.testing import Server
 from tests.support import living
 from tests.support.clients.client_faces import connect
@@ -112,12 +113,7 @@ def test_no_request_fails_during_reloads_under_load(server: Server, root: Path, 
 
 def resident(pids: set[int]) -> int:
     """Private memory of these processes, in bytes."""
-    total = 0
-    for pid in pids:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        fields = {line.partition(":")[0]: line.split()[1] for line in lines[1:]}
-        total += 1024 * (int(fields["Private_Clean"]) + int(fields["Private_Dirty"]))
-    return total
+    return sum(anonymous_bytes(pid)[0] for pid in pids)
 
 
 def segments(server: Server) -> tuple[int, int]:
