@@ -28,7 +28,7 @@ from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, WIDTH, Pair, a
 from tests.support.workers.gpu.harness import Instance
 from tests.support.workers.gpu.tensorrt_harness import Cuda, Gpu, Spec, rows
 from tests.support.workers.models.worker_models import torch_forward
-from tests.support.workers.worker_harness import config
+from tests.support.workers.worker_harness import assert_failed, config
 
 torch = optional("torch")
 DEVICE = "shmserve.workers.backends.pytorch.device"
@@ -179,18 +179,19 @@ def test_tensors_on_the_gpu_stay_there(gpu: Gpu, fake: FakeDevice, pair: Pair, t
 
 
 @cases(
-    ("raise ValueError('told to')", "told to"),
-    ("return x.double()", "expects datatype TYPE_FP32 for output 'y', model provides TYPE_FP64"),
+    ("raise ValueError('told to')", "MODEL_FAILED", "told to"),
+    ("return x.double()", "INTERNAL", "expects datatype TYPE_FP32 for output 'y', model provides TYPE_FP64"),
 )
-def test_a_batch_that_fails_frees_its_buffers(line: str, text: str, gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
+def test_a_batch_that_fails_frees_its_buffers(
+    line: str, code: str, text: str, gpu: Gpu, fake: FakeDevice, tmp_path: Path
+) -> None:
     given = model(tmp_path, 4, "if bool((x == 77).any()):", f"    {line}", "return x + 1")
     with load(tmp_path, given) as instance:
         running = instance.runner.begin([instance.work(x=np.ones((1, 4), np.float32))])
         for _ in range(3):
             failed = instance.runner.begin([instance.work(x=np.full((1, 4), 77, np.float32))])
             (row,) = instance.runner.finish(failed)[0]
-            assert row.error is not None
-            assert text in row.error.text
+            assert_failed(row, code, text)
         (row,) = instance.runner.finish(running)[0]
         np.testing.assert_array_equal(instance.array(row), np.full((1, 4), 2, np.float32))
 
@@ -202,8 +203,7 @@ def test_a_buffer_gets_the_memory_that_pytorch_keeps(gpu: Gpu, fake: FakeDevice,
         run(instance, 1, width=40_000)
         assert fake.cached == 0
         (row,) = instance.run(instance.work(x=np.ones((1, 400_000), np.float32)))
-        assert row.error is not None
-        assert "no room for 1600000 bytes on the GPU" in row.error.text
+        assert_failed(row, "UNAVAILABLE", "no room for 1600000 bytes on the GPU")
         run(instance, 1, width=40_000)
 
 

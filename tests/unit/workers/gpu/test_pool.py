@@ -19,7 +19,7 @@ from shmserve.workers.loading import load
 from tests.support.workers.batch_parts import Memory
 from tests.support.workers.gpu.device_pair import Pair, arrays
 from tests.support.workers.gpu.tensorrt_harness import Gpu
-from tests.support.workers.worker_harness import config
+from tests.support.workers.worker_harness import assert_failed, config
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_batches_allocate_nothing_on_the_gpu(pair: Pair) -> None:
 def test_a_batch_that_fails_leaves_no_block(pair: Pair, function: str) -> None:
     pair.fail(function)
     (row,) = pair.produce(*arrays(1))
-    assert row.error is not None
+    assert_failed(row, "MODEL_FAILED")
     pair.producer.failures.clear()  # their tracebacks refer to arrays
     assert pair.producer.arenas.used == 0
     (row,) = pair.produce(*arrays(1))
