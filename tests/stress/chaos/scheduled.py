@@ -22,6 +22,7 @@ from bench.soak.clients import PATIENCE, Allowed, SoakCall, Tally
 from shmserve import errors
 from tests.support.ensemble_models import ensemble, model
 from tests.support.model_files import python_model
+from tests.support.workers.models.stream_models import HEAD, IN_THREADS
 
 MODELS = ("spread", "rows", "sums", "repeat", "calls")
 ROWS = 6
@@ -48,43 +49,6 @@ CALLS = python_model(
     """
 )
 """Calls two models, the second with the output of the first."""
-REPEAT = """\
-import threading
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-
-
-class TritonPythonModel:
-    # Every other request is answered by a thread, the rest before the batch is done.
-    def initialize(self, args):
-        self.threads = []
-
-    def execute(self, requests):
-        for request in requests:
-            count, size = request.inputs()[0].as_numpy()[0].astype(int)
-            if count % 2:
-                self.threads.append(threading.Thread(target=self.answer, args=(request, count, size)))
-                self.threads[-1].start()
-            else:
-                self.answer(request, count, size)
-        self.threads = [thread for thread in self.threads if thread.is_alive()]
-
-    def answer(self, request, count, size):
-        sender = request.get_response_sender()
-        for index in range(count):
-            if sender.is_cancelled():
-                break
-            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full((1, size), index, np.float32))]))
-        sender.send(flags=FINAL)
-
-    def finalize(self):
-        for thread in self.threads:
-            thread.join()
-"""
-
 TWO = "instance_group [ { count: 2 kind: KIND_CPU } ] "
 SEQUENCES = (
     "max_batch_size: 4 sequence_batching { direct { } max_sequence_idle_microseconds: 5000000 control_input [ "
@@ -107,7 +71,7 @@ def write(root: Path) -> None:
     model(root, "spread", python_model("return self.respond(2 * x)"), outputs=(f"y:FP32:{matrix}",), dims=matrix)
     model(root, "calls", CALLS, TWO, (f"y:FP32:{matrix}",), matrix)
     model(root, "sums", SUMS, TWO + SEQUENCES, ("y:FP32:[3]",), "[3]")
-    model(root, "repeat", REPEAT, STREAMS, ("y:FP32:[-1]",), "[2]")
+    model(root, "repeat", HEAD + IN_THREADS, STREAMS, ("y:FP32:[-1]",), "[1]")
     steps = "spread(x:x)->(y:wide)", "identity_FP32(x:wide)->(y:z)/map:wide"
     ensemble(root, "rows", f"x:FP32:{matrix}", f"z:FP32:{matrix}", *steps)
 
@@ -187,9 +151,9 @@ class Repeat(Caller):
         call = SoakCall("repeat", None, None, self.timeout())
         tally.sent += 1
         came = 0
-        x = np.array([[count, size]], np.float32)
+        x, how = np.array([[count]], np.float32), {"size": size}
         try:
-            for part in self.client.stream("repeat", {"x": x}, window=WINDOW, timeout=call.timeout):
+            for part in self.client.stream("repeat", {"x": x}, window=WINDOW, timeout=call.timeout, parameters=how):
                 if not np.array_equal(part["y"], np.full((1, size), came, np.float32)):
                     tally.fault(f"repeat: answer {came} of {count} is another one: {part['y'].shape}")
                 if came == leave:

@@ -133,6 +133,23 @@ def copied_to_pinned(gpu: Gpu) -> list[bool]:
     return [any(a <= to and to + size <= a + length for a, length in pinned) for to, _, size in copies]
 
 
+def test_segments_in_use_are_not_evicted(gpu: Gpu, tmp_path: Path) -> None:
+    """There is room for the client's segment only."""
+    adder(tmp_path, 40_000)
+    (x,) = rows(1, width=40_000)
+    limit = 1 << 30
+    for _ in range(2):  # the first time to learn the size of the segment
+        with gpu.load(tmp_path, settings={PINNED_LIMIT: str(limit)}) as instance:
+            work = instance.work(x=x)
+            limit = instance.client.segments[0].size
+            for _ in range(2):
+                gpu.clear()
+                (row,) = instance.runner.finish(instance.runner.begin([work]))[0]
+                np.testing.assert_array_equal(instance.array(row), x + 1)
+                assert copied_to_pinned(gpu) == [True]
+                assert not {"deviceSynchronize", "hostUnregister"} & {call[0] for call in gpu.state.calls}
+
+
 def test_outputs_are_copied_without_pinned_memory(gpu: Gpu, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     adder(tmp_path, 40_000)
     with gpu.load(tmp_path, settings={PINNED_LIMIT: "0"}) as instance:
