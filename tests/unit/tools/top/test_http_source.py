@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,14 @@ import pytest
 import trustme
 
 from shmserve.errors import ConnectionLost, Denied, Internal, InvalidRequest, NotFound
+from shmserve.tools.top import plain
+from shmserve.tools.top.columns import TABLES
 from shmserve.tools.top.http_source import HttpSource, document_of, samples
 from shmserve.tools.top.sources import ServerSource
 from shmserve.tools.top.view import make_view
 from tests.support.cases import cases
 from tests.support.http_endpoint import QuietServer
+from tests.support.repo.golden import assert_golden
 
 SERVER = {"name": "triton", "version": "2.50.0", "extensions": []}
 METRICS = """
@@ -82,33 +86,14 @@ def test_samples_of_prometheus() -> None:
 
 
 def test_rates_and_percentiles_with_and_without_metrics() -> None:
-    before = document(10, METRICS) | {"time_ns": 1}
+    """SHMSERVE_REWRITE=1 writes the expected texts."""
+    found = []
     more = METRICS.replace('le="0.008388607"} 30', 'le="0.008388607"} 130').replace("total 12.5", "total 13.5")
-    view = make_view(before, document(110, more) | {"time_ns": 2_000_000_001})
-    row, absent = view.models
-    assert absent["state"] == "not loaded"
-    assert row["requests_per_s"] == pytest.approx(50)
-    assert 0.004 < row["p50"] < 0.0084
-    assert (row["queued"], row["in_flight"], row["restarts"], row["instances"]) == (7, 2, 3, "1/1")
-    assert row["batch_sizes"] == {2: 110}
-    (instance,) = view.instances
-    assert (instance["memory_bytes"], instance["slow"], instance["busy_seconds"]) == (1000, True, 4.5)
-    assert instance["batch_rows"] is None
-    assert "batch_rows" in view.unknown
-    assert "p99" not in view.unknown
-    (client,) = view.clients
-    assert (client["number"], client["in_flight"], client["held_bytes"]) == ("4", 5, 77)
-    assert [view.server[key] for key in ("connections", "refused", "memory_bytes")] == [3, {"model_queue": 6}, 5000]
-    assert view.server["cpu"] == pytest.approx(0.5)
-    assert view.gpus[0]["memory_share"] == 0.25
-    assert (view.gpus[0]["throttled"], view.gpus[0]["out_of_service"]) == ("sw_thermal", "see shmserve doctor")
-    view = make_view(document(10, None) | {"time_ns": 1}, document(30, None) | {"time_ns": 1_000_000_001})
-    row = view.models[0]
-    assert row["requests_per_s"] == pytest.approx(20)
-    assert row["mean_batch"] == pytest.approx(2)
-    assert row["p99"] is row["instances"] is row["queued"] is None
-    assert {"p50", "p95", "p99", "instances", "queued", "memory_bytes"} <= view.unknown
-    assert view.instances == view.clients == view.gpus == []
+    for before, after in ((METRICS, more), (None, None)):
+        view = make_view(document(10, before) | {"time_ns": 1}, document(110, after) | {"time_ns": 2_000_000_001})
+        found += plain.text(view, "http://host:8000", TABLES, "", None, None).splitlines()
+        found += [f"batches by rows: {view.models[0]['batch_sizes']}", f"unknown: {', '.join(sorted(view.unknown))}"]
+    assert_golden(Path(__file__).with_name("http_source.expected"), found)
 
 
 @contextmanager

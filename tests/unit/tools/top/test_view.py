@@ -64,63 +64,33 @@ def test_documents_that_cannot_be_compared(before: dict[str, object]) -> None:
     assert row["reasons"] == {}
 
 
-def test_states_of_models() -> None:
-    view = make_view(
-        None,
-        document(
-            1,
-            model("degraded", degraded=True, reason="degraded, 0 of 1 instances: signal SIGSEGV"),
-            model("failed", state="UNAVAILABLE", reason="load failed", instances=[]),
-            absent("new"),
-            model("asleep", asleep=True, instances=[instance("asleep_0_0", state="asleep", pid=0, memory_bytes=0)]),
-            model("reloading", reloading=True),
-            model("unloaded", state="UNAVAILABLE", reason="unloaded", instances=[instance("x", state="stopped")]),
-            model("unchanged", last_failed_change={"time": 1.0, "reason": "bad file"}, changed_on_disk=True),
-        ),
+def states() -> View:
+    models = (
+        model("degraded", degraded=True, reason="degraded, 0 of 1 instances: signal SIGSEGV"),
+        model("failed", state="UNAVAILABLE", reason="load failed", instances=[]),
+        absent("new"),
+        model("asleep", asleep=True, instances=[instance("asleep_0_0", state="asleep", pid=0, memory_bytes=0)]),
+        model("reloading", reloading=True),
+        model("unloaded", state="UNAVAILABLE", reason="unloaded", instances=[instance("x", state="stopped")]),
+        model("unchanged", last_failed_change={"time": 1.0, "reason": "bad file"}, changed_on_disk=True),
     )
-    assert {row["model"]: (row["state"], row["instances"], row["reason"]) for row in view.models} == {
-        "degraded": ("DEGRADED", "1/1", "degraded, 0 of 1 instances: signal SIGSEGV"),
-        "failed": ("UNAVAILABLE", None, "load failed"),
-        "new": ("not loaded", None, ""),
-        "asleep": ("ASLEEP", "0/1", ""),
-        "reloading": ("RELOADING", "1/1", ""),
-        "unloaded": ("not loaded", None, ""),
-        "unchanged": ("READY", "1/1", "the last change failed: bad file; changed on disk"),
-    }
-    assert [row["version"] for row in view.models if row["model"] == "new"] == [None]
-    served = ("asleep", "degraded", "reloading", "unchanged")
-    assert {row["instance"] for row in view.instances} == {f"{name}_0_0" for name in served}
+    return make_view(None, document(1, *models))
 
 
-def test_instances() -> None:
+def instances() -> View:
+    """Another process has the name of the second one."""
     before = document(1, model("m", instances=[instance("m_0_0", cpu_seconds=1.0), instance("m_0_1", pid=1)]))
-    after = document(
-        3,
-        model(
-            "m",
-            instances=[
-                instance("m_0_0", cpu_seconds=2.5, batch_rows=6, batch_seconds=0.25, waiting_rows=8, in_flight=3),
-                instance("m_0_1", pid=2, cpu_seconds=0.5),
-                instance(
-                    "m_0_2", state="backoff", reason="signal SIGSEGV", retry_seconds=2.5, kind="KIND_GPU", device=3
-                ),
-                instance("m_0_3", passive=True),
-                instance("m_0_4", state="stopping", busy_seconds=20.0, batch_rows=1, batch_seconds=20.0),
-            ],
-        ),
-    )
-    view = make_view(before, after)
-    first, replaced, lost, passive, slow = view.instances
-    assert (first["busy_seconds"], first["batch_rows"], first["waiting_rows"], first["running"]) == (0.25, 6, 8, 3)
-    assert first["cpu"] == pytest.approx(0.75)
-    assert replaced["cpu"] is None, "another process has the name"
-    assert replaced["busy_seconds"] is None
-    assert (lost["device"], lost["reason"]) == ("gpu 3", "signal SIGSEGV; next attempt in 2.5 s")
-    assert passive["state"] == "passive"
-    assert (slow["slow"], slow["busy_seconds"]) == (True, 20.0)
-    assert view.models[0]["instances"] == "2/4"
-    assert view.models[0]["cpu"] == pytest.approx(0.75)
-    assert view.models[0]["memory_bytes"] == 5 * (50 << 20)
+    crash = {"state": "backoff", "reason": "signal SIGSEGV", "retry_seconds": 2.5}
+    after = [
+        instance("m_0_0", cpu_seconds=2.5, batch_rows=6, batch_seconds=0.25, waiting_rows=8, in_flight=3),
+        instance("m_0_1", pid=2, cpu_seconds=0.5),
+        instance("m_0_2", kind="KIND_GPU", device=3, **crash),
+        instance("m_0_3", passive=True),
+        instance("m_0_4", state="stopping", busy_seconds=20.0, batch_rows=1, batch_seconds=20.0),
+    ]
+    view = make_view(before, document(3, model("m", instances=after)))
+    assert [row["slow"] for row in view.instances] == [False, False, False, False, True]
+    return view
 
 
 @settings(max_examples=examples(60))
@@ -287,7 +257,10 @@ def screens() -> Iterator[str]:
     for limit in (80, None):
         yield f"== all tables, {limit} columns"
         yield from plain.text(view, "unix:///x", TABLES, "", None, limit).splitlines()
-    yield from plain.text(hot, "", plain.tables_of("gpus"), "", None, None).splitlines()
+    for known, table in ((hot, "gpus"), (states(), "models"), (states(), "instances"), (instances(), "instances")):
+        yield f"== {table}"
+        yield from plain.text(known, "", plain.tables_of(table), "", None, None).splitlines()[4:]
+    yield from plain.text(instances(), "", plain.tables_of("models"), "", None, None).splitlines()[4:]
 
 
 def test_screens_of_known_documents() -> None:
