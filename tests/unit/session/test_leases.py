@@ -130,8 +130,10 @@ def ask_large(client: Client) -> tuple[RecordingTicket, Handle, int]:
 
 
 def test_inputs_are_kept_until_the_answer_or_the_end_of_the_lease(client: Client) -> None:
+    """The first request announces their segment to the server, and therefore passes through the broker."""
     memory = client.session.memory
-    ask_large(client)
+    _, handle, lease = ask_large(client)
+    assert (lease, handle.size, memory.is_own(handle)) == (0, 16384, True)
     feed(client.session, Reply(1, 2, ()))
     ticket, _, lease = ask_large(client)
     assert lease == 5
