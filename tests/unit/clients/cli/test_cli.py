@@ -16,7 +16,7 @@ import pytest
 
 from shmserve.clients.cli import main
 from shmserve.clients.cli.commands.ready import not_ready_lines
-from shmserve.clients.cli.commands.status import LanguageRates, stats_row
+from shmserve.clients.cli.commands.status import LanguageRates
 from shmserve.clients.cli.commands.tune import apply_changes
 from shmserve.clients.waiting import OUT_OF_SERVICE, ReadyWait, degraded, summary, why_not_ready
 from shmserve.errors import DeadlineExceeded
@@ -191,19 +191,6 @@ def test_files_of_outputs() -> None:
     assert kept.tolist() == [b"a", b"bcd"]
     with pytest.raises(Failed, match="zero byte"):
         storable("y", np.array([b"a\0"], object), "BYTES")
-
-
-def test_a_row_of_statistics() -> None:
-    ns = {"queue": 40_000_000, "compute_input": 2_000_000, "compute_infer": 6_000_000, "compute_output": 2_000_000}
-    used = {name: {"count": 2000, "ns": value} for name, value in ns.items()}
-    used |= {"success": {"count": 2000, "ns": 0}, "fail": {"count": 5, "ns": 7}}
-    unused = {name: {"count": 0, "ns": 0} for name in used}
-    entry: dict[str, Any] = {"name": "m", "version": "2", "inference_count": 3000, "queued": 0, "in_flight": 3}
-    one = {"execution_count": 400, "inference_stats": used, "batch_reasons": {"idle": 100, "full": 300}}
-    expected = ["m", "2", "0", "3", "2,005", "5", "400", "7.5", "20", "5", "full 300, idle 100"]
-    assert stats_row(entry | one) == expected
-    none = {"execution_count": 0, "inference_stats": unused, "batch_reasons": {}}
-    assert stats_row(entry | none) == ["m", "2", "0", "3", "0", "0", "0", "-", "-", "-", "-"]
 
 
 def test_statistics_of_language_models() -> None:

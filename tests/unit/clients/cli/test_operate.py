@@ -18,12 +18,13 @@ import pytest
 from shmserve import errors
 from shmserve.clients.cli import main
 from shmserve.clients.cli.commands.operate import progress
-from shmserve.clients.cli.commands.status import instance_rows, models_table
+from shmserve.clients.cli.commands.status import models_text, stats_text
 from shmserve.terminal.console import Screen, state_style
 from shmserve.terminal.tables import bytes_text
 from tests.support.broker.fake_broker import NOTHING, FakeBroker
 from tests.support.broker.running_broker import running
 from tests.support.commands import COMMAND
+from tests.support.repo.golden import assert_golden
 from tests.support.system.terminal import Terminal
 
 END_S = 60
@@ -183,26 +184,44 @@ def test_a_terminal_shows_the_progress_and_ctrl_c_ends_the_command(broker: Opera
     assert progress(INDEX, ["odd", "other"]) == ""
 
 
-def test_the_tables_of_models_and_instances(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(broker, "models") == 0
-    head, *rows, blank, legend = capsys.readouterr().out.splitlines()
-    assert (blank, legend) == ("", "* default version")
-    assert [re.sub(r"  +", "|", line) for line in (head, *rows)] == [
-        "model|version|state|instances|queued|in flight|pid|device|memory|loaded in|reason",
-        "mlp|1|READY|1/1 (1-4)|0|0|41 40|cpu|100 MiB|250 ms",
-        "mlp|2*|READY (reloading)|1/3|7|2|42 43|cpu gpu 3|1.0 GiB|3.50 s|mlp_0_0 busy for 12 s",
-        "odd|1|UNAVAILABLE|-|0|0|-|-|-|-|no such backend",
-        "other|-|not loaded|-|0|0|-|-|-|-",
-    ]
-    assert "*" not in models_table([INDEX[1], INDEX[2]], Screen()), "of one version there is no choice"
+def statistics(requests: int, **more: Any) -> dict[str, Any]:
+    times = {"queue": 20_000, "compute_input": 1_000, "compute_infer": 3_000, "compute_output": 1_000, "success": 0}
+    counted = {name: {"count": requests, "ns": ns * requests} for name, ns in times.items()}
+    counted["fail"] = {"count": requests // 400, "ns": 7}
+    found = {"name": "m", "version": "2", "inference_count": 3000, "execution_count": requests // 5, "in_flight": 3}
+    return found | {"inference_stats": counted, "batch_reasons": {}} | more
+
+
+def tables() -> Iterator[str]:
+    lost = {"state": "backoff", "pid": 0, "reason": "failed to load: no memory", "retry_seconds": 7.5}
+    degraded = {
+        "name": "m", "version": "1", "state": "READY", "default": True, "degraded": True, "loading_seconds": 1.0,
+        "reason": "degraded, 1 of 3 instances: instance 'm_0_1': failed to load: no memory",
+        "instances": [instance("m_0_0"), instance("m_0_1", **lost), instance("m_0_2", quarantined=True)],
+    }  # fmt: skip
+    asleep = {
+        "asleep": True,
+        "degraded": False,
+        "instances": [instance("m_0_0", state="asleep", pid=0, memory_bytes=0)],
+    }
+    for index in (INDEX, INDEX[1:3], [degraded, degraded | asleep]):
+        yield from (models_text(index, instances, Screen()) for instances in (False, True))
+    counted = statistics(2000, batch_reasons={"idle": 100, "full": 300})
+    yield stats_text({"model_stats": [counted, statistics(0, version="3")]}, Screen())
+
+
+def test_the_tables_of_models_instances_and_statistics(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
+    """SHMSERVE_REWRITE=1 writes the expected texts."""
+    assert_golden(Path(__file__).with_name("tables.expected"), "\n\n".join(tables()).splitlines())
+    for words in ((), ("--instances",)):
+        assert run(broker, "models", *words) == 0
+        assert capsys.readouterr().out == models_text(INDEX, bool(words), Screen()) + "\n"
     assert run(broker, "models", "--json") == 0
     assert json.loads(capsys.readouterr().out) == INDEX
-    assert run(broker, "models", "--instances") == 0
-    lines = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
-    assert len(lines) == 6
-    assert lines[4] == ["mlp", "2", "mlp_0_1", "starting", "0", "gpu 3", "43", "1.0 GiB", "0"]
-    assert lines[5] == ["mlp", "2", "mlp_0_2", "failed (passive)", "0", "cpu", "-", "-", "3", "signal 9"]
-    assert instance_rows(INDEX[3]) == []
+    sizes = [0, 999, 1000, 1 << 20, 150 << 20, 1023 << 20, 1 << 30, 5 << 50]
+    texts = "0 bytes, 999 bytes, 1.0 KiB, 1.0 MiB, 150 MiB, 1.0 GiB, 1.0 GiB, 5120 TiB"
+    assert ", ".join(map(bytes_text, sizes)) == texts
+    assert state_style("READY (asleep)") == state_style("READY")
 
 
 def test_a_server_without_models(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,30 +232,6 @@ def test_a_server_without_models(broker: Operated, capsys: pytest.CaptureFixture
     said = capsys.readouterr()
     assert said.out.count("not served") == 4
     assert "the server has none of the sample models: `python -m shmserve.repo.samples DIR`" in said.err
-
-
-def test_degraded_and_sleeping_instances_and_sizes_are_shown() -> None:
-    lost = {"state": "backoff", "pid": 0, "reason": "failed to load: no memory", "retry_seconds": 7.5}
-    entry = {
-        "name": "m", "version": "1", "state": "READY", "default": True, "degraded": True, "loading_seconds": 1.0,
-        "reason": "degraded, 1 of 3 instances: instance 'm_0_1': failed to load: no memory",
-        "instances": [instance("m_0_0"), instance("m_0_1", **lost), instance("m_0_2", quarantined=True)],
-    }  # fmt: skip
-    line = models_table([entry], Screen()).splitlines()[1]
-    assert "READY (degraded)" in line
-    assert " 1/3 " in line
-    assert line.endswith("no memory")
-    rows = instance_rows(entry)
-    assert rows[1][-1] == "failed to load: no memory; next attempt in 7.5 s"
-    assert rows[2][3] == "ready (quarantined)"
-    asleep = [instance("m_0_0", state="asleep", pid=0, memory_bytes=0)]
-    line = models_table([entry | {"asleep": True, "degraded": False, "instances": asleep}], Screen()).splitlines()[1]
-    assert "READY (asleep)" in line
-    assert " 0/1 " in line
-    assert state_style("READY (asleep)") == state_style("READY")
-    sizes = [0, 999, 1000, 1 << 20, 150 << 20, 1023 << 20, 1 << 30, 5 << 50]
-    texts = "0 bytes, 999 bytes, 1.0 KiB, 1.0 MiB, 150 MiB, 1.0 GiB, 1.0 GiB, 5120 TiB"
-    assert ", ".join(map(bytes_text, sizes)) == texts
 
 
 def test_config(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
