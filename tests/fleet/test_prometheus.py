@@ -1,20 +1,26 @@
-"""A real Prometheus scrapes two real servers: rules record series, dashboards show data, and an alert fires."""
+"""A real Prometheus, with the files of deploy/prometheus, in which only addresses and intervals are replaced, scrapes
+two real servers: rules record series, dashboards show data, and an alert fires."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlencode
 
 import numpy as np
 import pytest
 
 from shmserve.testing import Server
+from tests import ROOT
 from tests.deploy import manifests
-from tests.fleet import load, programs, watching
-from tests.fleet.watching import Prometheus
+from tests.fleet import load, programs
+from tests.fleet.balancers import SERVERS
+from tests.support.system.ports import free_ports
 from tests.unit.deploy.monitoring import alerts, dashboards, expressions, recorded, server_metrics
 
 pytestmark = pytest.mark.process
@@ -24,6 +30,55 @@ WITHOUT_DATA = (
     'shmserve_shadow_requests_total shmserve_gateway_grpc_answers_total state=~"lost|quarantined" llm_'
 )
 """The servers of this test have no samples of these, or none that are shown."""
+
+DEPLOY = ROOT / "deploy" / "prometheus"
+METRICS = 8002
+"""The port in the configuration."""
+
+
+class Prometheus:
+    def __init__(self, port: int, program: programs.Program) -> None:
+        self.port = port
+        self.until = program.until
+
+    def ask(self, path: str, **arguments: str) -> Any:
+        """The data of a response. A refused query raises AssertionError with the reason."""
+        document = json.loads(programs.get(self.port, f"{path}?{urlencode(arguments)}")[1])
+        assert document["status"] == "success", (arguments, document)
+        return document["data"]
+
+    def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and current value of each sample."""
+        found = self.ask("/api/v1/query", query=expression)["result"]
+        return [(sample["metric"], float(sample["value"][1])) for sample in found]
+
+
+def configure(place: Path, targets: list[str]) -> Path:
+    """Writes the files with these targets, scraped and evaluated every second. An alert with `for: 1m` fires after a
+    second."""
+    listed = ", ".join(f'"{server}:{METRICS}"' for server in SERVERS)
+    changes = {
+        "rules.yml": {},
+        "alerts.yml": {"for: 1m": "for: 1s"},
+        "prometheus.yml": {listed: ", ".join(f'"{target}"' for target in targets), "_interval: 15s": "_interval: 1s"},
+    }
+    for name, replaced in changes.items():
+        (place / name).write_text(programs.changed(DEPLOY / name, replaced))
+    return place / "prometheus.yml"
+
+
+@contextlib.contextmanager
+def monitoring(place: Path, targets: list[str]) -> Iterator[Prometheus]:
+    file = configure(place, targets)
+    (port,) = free_ports(1)
+    web = programs.PLACE / "prometheus" / "usr" / "share" / "prometheus" / "web"
+    options = [
+        f"--config.file={file}", f"--storage.tsdb.path={place / 'data'}", "--log.level=warn",
+        f"--web.listen-address=127.0.0.1:{port}", f"--web.console.templates={web}", f"--web.console.libraries={web}",
+    ]  # fmt: skip
+    with programs.running("prometheus", place, *options) as program:
+        program.until(lambda: programs.get(port, "/-/ready")[0] == 200)
+        yield Prometheus(port, program)
 
 
 class Watched(NamedTuple):
@@ -45,7 +100,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             load.write_models(root / f"models{number}", number)
             servers.append(stack.enter_context(Server(root / f"models{number}", gateway=True)))
         targets = [server.endpoints["metrics"] for server in servers]
-        prometheus = stack.enter_context(watching.running(root, targets))
+        prometheus = stack.enter_context(monitoring(root, targets))
         for total in (100, 200):
             for server in servers:
                 send(server, 50)

@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,19 +50,13 @@ def server(tmp_path: Path, certificate: Path, certificates: bytes | None) -> Ite
         yield running
 
 
-@contextlib.contextmanager
-def haproxy(place: Path, ports: dict[tuple[str, int], int]) -> Iterator[None]:
+def haproxy(place: Path, ports: dict[tuple[str, int], int]) -> contextlib.AbstractContextManager[programs.Program]:
     """`ports`: how it sends the header, and the target -> the port on which it listens."""
     text = DEFAULTS
     for (sends, target), port in ports.items():
         text += LISTENER.format(sends=sends, target=target, port=port, client=CLIENTS[sends][0])
     (place / "haproxy.cfg").write_text(text)
-    command = [str(programs.need("haproxy")), "-W", "-db", "-f", str(place / "haproxy.cfg")]
-    with subprocess.Popen(command, env=programs.environment()) as process:
-        try:
-            yield
-        finally:
-            process.terminate()
+    return programs.running("haproxy", place, "-W", "-db", "-f", str(place / "haproxy.cfg"))
 
 
 def infer_over_http(port: int, certificates: bytes | None) -> None:
