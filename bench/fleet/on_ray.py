@@ -29,8 +29,7 @@ from bench.lib.bare_engine import session
 from bench.lib.processes import busy_seconds
 from shmserve.testing import Server
 from tests.ray.cluster import Place, processes_of, started
-from tests.ray.load import over_handle, over_http
-from tests.ray.models import write_times
+from tests.ray.load import over_handle, over_http, write_times
 from tests.support.gateway.rpc import Rpcs, infer_request
 
 CALLS = 400

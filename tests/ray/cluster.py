@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shmserve.system import procfs
 from tests.support.patience import CLUSTER_PATIENCE_S
 from tests.support.system.ports import free_ports
 
@@ -73,21 +74,19 @@ def raylet_of(pid: int) -> int:
     while pid > 1:
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            status = Path(f"/proc/{pid}/stat").read_text()
         except OSError:
             return 0
         for entry in environment:
             if entry.startswith(RAYLET):
                 return int(entry.removeprefix(RAYLET))
-        pid = int(status.rpartition(")")[2].split()[1])
+        pid = procfs.parent(pid)
     return 0
 
 
 def kill_server(model: int) -> None:
-    """Kills the server that has started this process of a model."""
     pid = model
-    while b"shmserve.broker.main" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    while "shmserve.broker.main" not in procfs.command_line(pid):
+        pid = procfs.parent(pid)
     os.kill(pid, signal.SIGKILL)
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.ray import cluster, models
-from tests.support import load
+from tests.ray import cluster
+from tests.ray.load import PID, write_times
+from tests.support.load import write_sums
 
 REASON = "Ray is not installed; `make test-fleet` installs it"
 LOAD_S = 1.0
@@ -25,6 +26,6 @@ def place() -> Iterator[cluster.Place]:
 @pytest.fixture(scope="session")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    models.write_times(root, "twice", load_seconds=LOAD_S)
-    load.write_sums(root, models.PID)
+    write_times(root, "twice", load_seconds=LOAD_S)
+    write_sums(root, PID)
     return root

@@ -1,5 +1,5 @@
-"""Background load on an application, over handles, HTTP and gRPC. Each response is checked, and callers do not
-retry."""
+"""Models whose responses name their process, which identifies the node, and background load on an application, over
+handles, HTTP and gRPC. Each response is checked, and callers do not retry."""
 
 from __future__ import annotations
 
@@ -7,16 +7,27 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tests.support import load
+from tests.support.living import group
 from tests.support.load import Failed, Send
 from tests.support.patience import CLUSTER_PATIENCE_S
 
 PAUSE_S = 0.01
 """Pause between a response and a thread's next request, so that the nodes have time for other work."""
+
+PID = "os.getpid()"
+
+
+def write_times(
+    root: Path, name: str, factor: float = 2.0, seconds: float = load.WORK_S, more: str = "", load_seconds: float = 0.0
+) -> None:
+    """y[0] = factor * x, y[1] = pid."""
+    load.write_times(root, name, PID, factor, seconds, group(1) + more, f"select.select([], [], [], {load_seconds})")
 
 
 @contextlib.contextmanager

@@ -60,15 +60,14 @@ def test_a_sequence_moves_only_if_its_replica_is_removed() -> None:
     assert all(60 < list(before.values()).count(name) < 140 for name in "abc")
 
 
-def test_a_request_goes_to_a_replica_where_the_model_is_awake_or_loading() -> None:
-    placements = Placements()
-    assert names(placements.choose([replica("a"), replica("b", 0.0, ("m",))], "m")) == ["b"]
-    assert names(placements.choose([replica("a"), replica("b", 0.0, loaded=("m",))], "m")) == ["b"]
-
-
-def test_a_sleeping_model_wakes_on_the_replica_with_the_most_free_memory() -> None:
-    full = replica("b", 10.0, asleep=("m",), loaded=("m",))
-    assert names(Placements().choose([replica("a", 20.0), full], "m")) == ["a"]
+@cases(
+    (replica("a"), replica("b", 0.0, ("m",)), "b"),  # awake there
+    (replica("a"), replica("b", 0.0, loaded=("m",)), "b"),  # loading there
+    (replica("a", 20.0), replica("b", 10.0, asleep=("m",), loaded=("m",)), "a"),  # the most free memory
+    (replica("a", awake=("x",)), replica("b"), "b"),  # without a budget, the fewest models
+)
+def test_the_replica_for_a_model(first: Any, second: Any, chosen: str) -> None:
+    assert names(Placements().choose([first, second], "m")) == [chosen]
 
 
 def test_models_requested_together_are_spread_over_replicas() -> None:
@@ -99,10 +98,6 @@ def test_a_placement_that_is_never_reported_expires() -> None:
     assert names(placements.choose(replicas, "m1")) == ["a"]
     now = UNREPORTED_S + 1.0
     assert names(placements.choose(replicas, "m2")) == ["b"]
-
-
-def test_without_a_budget_the_replica_with_the_fewest_models_is_chosen() -> None:
-    assert names(Placements().choose([replica("a", awake=("x",)), replica("b")], "m")) == ["b"]
 
 
 def activity(time_s: float, finished: int, queue_s: float, batch_s: float, queued: int = 0) -> dict[str, Any]:

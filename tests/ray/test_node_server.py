@@ -20,7 +20,7 @@ import shmserve
 from shmserve.ray.config import AppConfig, ServerConfig
 from shmserve.ray.host import sweep
 from shmserve.ray.node_server import NodeServer
-from tests.ray.models import write_times
+from tests.ray.load import write_times
 
 pytestmark = pytest.mark.process
 START_S = 120.0

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import shmserve
-from tests.ray.models import write_times
+from tests.ray.load import write_times
 from tests.support.living import group
-from tests.support.load import CONFIG
+from tests.support.load import config
 from tests.support.model_files import python_model, write_model
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ray")]
@@ -69,7 +69,7 @@ def test_every_row_is_returned_once_if_a_server_is_killed(place: Any, tmp_path: 
 
     marker = tmp_path / "killed"
     source = python_model(KILLS.format(row=ROWS // 2, marker=str(marker)))
-    write_model(tmp_path / "models", "twice", CONFIG.format(more=group(1)), source)
+    write_model(tmp_path / "models", "twice", config(group(1)), source)
     found = numbers().map_batches(
         Predictor,
         fn_constructor_kwargs={"model": "twice", "models": str(tmp_path / "models")},

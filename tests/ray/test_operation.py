@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tests.ray.cluster import kill_server
-from tests.ray.load import WAYS, Load, over_handle, over_http
-from tests.ray.models import write_times
+from tests.ray.load import WAYS, Load, over_handle, over_http, write_times
 from tests.support.model_files import parameters
 from tests.support.patience import CLUSTER_PATIENCE_S
 
