@@ -9,27 +9,23 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 
+from shmserve.system import procfs
 from shmserve.workers.zygote import NAME as PREPARED
 from tests.support import model_files
+from tests.support.ensemble_models import config_text
 from tests.support.patience import PATIENCE_S
 
 END_S = 60
 
-IDENTITY = """
-name: "{name}" backend: "identity" max_batch_size: {batch}
-input [ {{ name: "x" data_type: TYPE_FP32 dims: [ -1 ] }} ]
-output [ {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }} ]
-instance_group [ {{ count: {count} kind: KIND_CPU }} ]
-{more}
-"""
-
 
 def identity(repository: Path, name: str, batch: int = 8, count: int = 1, **parameters: str) -> None:
     """Writes a model that returns its inputs."""
-    more = ("dynamic_batching { }\n" if batch else "") + model_files.parameters(**parameters)
-    model_files.write_model(repository, name, IDENTITY.format(name=name, batch=batch, count=count, more=more))
+    more = "dynamic_batching { } " if batch else ""
+    more += f"max_batch_size: {batch} instance_group [ {{ count: {count} kind: KIND_CPU }} ] "
+    model_files.write_model(
+        repository, name, config_text("identity", "x", "y", more + model_files.parameters(**parameters))
+    )
 
 
 class Launched:
@@ -104,14 +100,13 @@ class Launched:
     def __enter__(self) -> Launched:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.code is None:
             code = self.stop()
             assert kind is not None or code == 0, self.log
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+children_of = procfs.children
 
 
 def workers_of(pid: int) -> list[int]:

@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from shmserve.system import procfs
+
 SHM = Path("/dev/shm")
 OWNER = re.compile(r"shmserve-(\d+)-(\d+)-")
 """Names of shmserve begin with the pid and the start time of their owner."""
@@ -108,24 +110,10 @@ def _has_children() -> bool:
     return True
 
 
-def _stat(pid: str) -> tuple[str, int, int] | None:
+def _stat(pid: int) -> tuple[str, int, int] | None:
     """State, parent and start time of a process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return fields[0].decode(), int(fields[1]), int(fields[19])
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    try:
-        for tid in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{tid}/children", "rb", 0) as file:
-                found += map(int, file.read().split())
-    except OSError:
-        return found  # the thread or the process ended in the meantime
-    return found
+    fields = procfs.stat_fields(pid)
+    return (fields[0].decode(), int(fields[1]), int(fields[19])) if fields else None
 
 
 def _processes() -> Generator[Thing, None, None]:
@@ -139,12 +127,12 @@ def _processes() -> Generator[Thing, None, None]:
     todo = [(os.getpid(), 0)]
     while todo:
         parent, server = todo.pop()
-        for pid in _children(parent):
+        for pid in procfs.children(parent):
             if pid not in seen:
                 seen.add(pid)
-                if BROWSER not in _command(pid):
+                if BROWSER not in procfs.command_line(pid):
                     todo.append((pid, server or pid))
-                found = _stat(str(pid))
+                found = _stat(pid)
                 if found:
                     _family.add((pid, found[2]))
                     yield from _process(pid, parent, server, *found)
@@ -153,23 +141,16 @@ def _processes() -> Generator[Thing, None, None]:
 
 
 def _process(pid: int, parent: int, server: int, state: str, _: int, started: int) -> Generator[Thing, None, None]:
-    command = _command(pid)
+    command = procfs.command_line(pid)
     prepared = parent != os.getpid() and any(part in command for part in PREPARED)
     if not prepared and not any(part in command for part in ONCE):
         what = (
-            f"zombie {pid}, never waited for by {parent}: {_command(parent)}"
+            f"zombie {pid}, never waited for by {parent}: {procfs.command_line(parent)}"
             if state == "Z"
             else f"process {pid}: {command}"
         )
         kind = f"descendant of {server}" if server else str(pid)
         yield Thing("process", ("process", pid, started), kind, what)
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def _names() -> Generator[Thing, None, None]:
@@ -178,7 +159,7 @@ def _names() -> Generator[Thing, None, None]:
         owner = OWNER.match(name)
         if owner is None or not _is_ours(int(owner[1]), int(owner[2])):
             continue
-        found = _stat(owner[1])
+        found = _stat(int(owner[1]))
         kind = f"child of {found[1]}" if found and found[1] != os.getpid() else name
         yield Thing("shm", ("shm", name), kind, f"shared memory {SHM / name}")
 
@@ -204,12 +185,12 @@ whose parent has waited for it can be missed. A server checks the names of those
 def _is_ours(pid: int, started: int) -> bool:
     if (pid, started) in _family:
         return True
-    found = _stat(str(pid))
+    found = _stat(pid)
     if found is None or found[2] != started:
         return False
     above = pid
     while above != os.getpid():
-        found = _stat(str(above))
+        found = _stat(above)
         if found is None or found[1] == 0:
             return False
         above = found[1]
@@ -251,7 +232,7 @@ children are inherited orphans."""
 
 
 def _note(pid: int) -> None:
-    found = _stat(str(pid)) if pid else None
+    found = _stat(pid) if pid else None
     if found is not None:
         _spawned.add((pid, found[2]))
         _family.add((pid, found[2]))
@@ -281,7 +262,7 @@ def _reap_orphans() -> None:
     """Waits for ended orphans, whose parent this process now is."""
     for thing in list(_processes()):
         pid = thing.key[1]
-        found = _stat(str(pid))
+        found = _stat(pid)
         if found and found[0] == "Z" and found[1] == os.getpid() and (pid, found[2]) not in _spawned:
             os.waitpid(pid, 0)
 
@@ -348,7 +329,7 @@ def _is_ending(thing: Thing) -> bool:
     was listed."""
     if thing.sort != "process":
         return False
-    found = _stat(str(thing.key[1]))
+    found = _stat(int(thing.key[1]))
     gone = found is None or found[2] != thing.key[2]
     return gone or (found is not None and found[0] == "Z" and found[1] != os.getpid())
 
