@@ -19,16 +19,12 @@ from typing import Any, TypeVar
 import grpc
 import numpy as np
 
+from tests.support.ensemble_models import config_text
 from tests.support.gateway.rpc import Rpcs, infer_request
 from tests.support.living import group
 from tests.support.model_files import python_model, write_model
 from tests.support.patience import CLUSTER_PATIENCE_S
 
-CONFIG = """
-backend: "python" max_batch_size: 8
-input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }} ]
-output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 2 ] }} ]
-{more}"""
 TIMES = """
 select.select([], [], [], {seconds})
 return self.respond(np.concatenate([x * {factor}, np.full_like(x, {server})], axis=1))
@@ -55,6 +51,11 @@ class Failed(Exception):
     """A request failed; the text is that of the error."""
 
 
+def config(more: str) -> str:
+    """x has one value, y two."""
+    return config_text("python", "x:FP32:[1]", "y:FP32:[2]", f"max_batch_size: 8 {more}")
+
+
 def write_times(
     root: Path,
     name: str,
@@ -66,13 +67,13 @@ def write_times(
 ) -> None:
     """y[0] = factor * x, y[1] = `server`, an expression. `load`: code that runs when the model is loaded."""
     source = python_model(TIMES.format(factor=factor, seconds=seconds, server=server), load)
-    write_model(root, name, CONFIG.format(more=more), source)
+    write_model(root, name, config(more), source)
 
 
 def write_sums(root: Path, server: str) -> None:
     """y[0] = the sum of the sequence, y[1] = `server`."""
     source = python_model(SUMS.format(server=server), "self.sums = {}")
-    write_model(root, "sums", CONFIG.format(more=group(1) + SEQUENCES), source)
+    write_model(root, "sums", config(group(1) + SEQUENCES), source)
 
 
 def _in_sequence(sequence: int, start: bool, end: bool) -> dict[str, Any]:
@@ -157,7 +158,6 @@ class Load:
         return sum(self.served.values())
 
     def until(self, holds: Callable[[], object]) -> None:
-        """Waits for responses until `holds` returns something true."""
         with self._news:
             reached = self._news.wait_for(lambda: holds() or self._errors, CLUSTER_PATIENCE_S)
             assert reached, self.summary()
@@ -170,7 +170,6 @@ class Load:
         return self.served, self.failed[:5]
 
     def send_all(self, way: str, send: Send) -> None:
-        """Sends requests until the block ends."""
         for value in itertools.cycle(map(float, range(1, 100))):
             if self._over.is_set():
                 return

@@ -23,8 +23,6 @@ ABSENT = "nothing"
 
 
 class Face:
-    """One client class at one port."""
-
     def __init__(self, name: str, http: str, grpc: str) -> None:
         self.name = name
         self.module: Any = importlib.import_module(f"tritonclient.{name}")
@@ -73,7 +71,6 @@ class Face:
 
     @asynccontextmanager
     async def regions(self, *sizes: int) -> AsyncIterator[list[Region]]:
-        """Registered regions of these sizes."""
         with ExitStack() as made:
             regions = [made.enter_context(Region(size)) for size in sizes]
             for region in regions:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+from tests.support.ensemble_models import config_text
 
 _OF_ONE_REQUEST = """\
 import triton_python_backend_utils as pb_utils
@@ -128,33 +130,26 @@ class TritonPythonModel:
 """
 
 _DIRECT = "max_sequence_idle_microseconds: 5000000"
-_OLDEST = f"{_DIRECT}\n  oldest {{ max_candidate_sequences: 32 }}"
+_OLDEST = f"{_DIRECT} oldest {{ max_candidate_sequences: 32 }}"
 """Fields of `sequence_batching` that select a strategy; the strategy `direct` is the default."""
+BATCHED = "max_batch_size: 8"
 
 
-@dataclass(frozen=True)
-class ClientModel:
-    """A model to write. `inputs` and `outputs`: name, data type and dims of each. `batch`: max_batch_size. `more`:
-    further lines of the configuration."""
-
-    inputs: tuple[tuple[str, str, str], ...]
-    outputs: tuple[tuple[str, str, str], ...]
-    source: str = ""
+class ClientModel(NamedTuple):
+    config: str
+    source: str
     """Source of model.py; "": an identity model."""
-    batch: int = 8
-    more: str = ""
 
 
-def _pair(dtype: str) -> tuple[tuple[tuple[str, str, str], ...], tuple[tuple[str, str, str], ...]]:
-    """The inputs and outputs of an add_sub model: two of each, of this data type."""
-    return (
-        tuple((name, dtype, "[ 16 ]") for name in ("INPUT0", "INPUT1")),
-        tuple((name, dtype, "[ 16 ]") for name in ("OUTPUT0", "OUTPUT1")),
-    )
+def _model(inputs: str, outputs: str, source: str = "", more: str = BATCHED) -> ClientModel:
+    more += " instance_group [ { count: 1 kind: KIND_CPU } ]"
+    return ClientModel(config_text("python" if source else "identity", inputs, outputs, more), source)
 
 
-def _identity(dtype: str) -> ClientModel:
-    return ClientModel((("INPUT0", dtype, "[ -1 ]"),), (("OUTPUT0", dtype, "[ -1 ]"),))
+def _pair(dtype: str, source: str, more: str = "") -> ClientModel:
+    """An add_sub model: two inputs and two outputs of this data type."""
+    inputs, outputs = (" ".join(f"{name}{number}:{dtype}:[16]" for number in (0, 1)) for name in ("INPUT", "OUTPUT"))
+    return _model(inputs, outputs, source, f"{BATCHED} {more}")
 
 
 def _sequence(source: str, strategy: str, number: str = "") -> ClientModel:
@@ -168,29 +163,24 @@ def _sequence(source: str, strategy: str, number: str = "") -> ClientModel:
     if number:
         kind = f"kind: CONTROL_SEQUENCE_CORRID data_type: {number}"
         controls.append(f'{{ name: "CORRID" control [ {{ {kind} }} ] }}')
-    between = ",\n    "
-    more = f"sequence_batching {{\n  {strategy}\n  control_input [\n    {between.join(controls)}\n  ]\n}}\n"
-    one = "TYPE_INT32", "[ 1 ]"
-    return ClientModel((("INPUT", *one),), (("OUTPUT", *one),), source, 8, more)
+    more = f"{BATCHED} sequence_batching {{ {strategy} control_input [ {', '.join(controls)} ] }}"
+    return _model("INPUT:INT32:[1]", "OUTPUT:INT32:[1]", source, more)
 
 
 MODELS = {
-    "simple": ClientModel(*_pair("TYPE_INT32"), ADD_SUB, more="dynamic_batching { }\n"),
-    "simple_int8": ClientModel(*_pair("TYPE_INT8"), ADD_SUB),
-    "simple_string": ClientModel(*_pair("TYPE_STRING"), ADD_SUB_OF_TEXT),
-    "simple_identity": _identity("TYPE_STRING"),
+    "simple": _pair("INT32", ADD_SUB, "dynamic_batching { }"),
+    "simple_int8": _pair("INT8", ADD_SUB),
+    "simple_string": _pair("STRING", ADD_SUB_OF_TEXT),
+    "simple_identity": _model("INPUT0:STRING", "OUTPUT0:STRING"),
     "simple_sequence": _sequence(SEQUENCE, _DIRECT),
     "simple_dyna_sequence": _sequence(DYNA_SEQUENCE, _OLDEST, "TYPE_UINT64"),
     "simple_string_dyna_sequence": _sequence(STRING_DYNA_SEQUENCE, _OLDEST, "TYPE_STRING"),
-    "repeat_int32": ClientModel(
-        (("IN", "TYPE_INT32", "[ -1 ]"), ("DELAY", "TYPE_UINT32", "[ -1 ]"), ("WAIT", "TYPE_UINT32", "[ 1 ]")),
-        (("OUT", "TYPE_INT32", "[ 1 ]"), ("IDX", "TYPE_UINT32", "[ 1 ]")),
-        REPEAT,
-        0,
-        "model_transaction_policy { decoupled: true }\n",
+    "repeat_int32": _model(
+        "IN:INT32 DELAY:UINT32 WAIT:UINT32:[1]", "OUT:INT32:[1] IDX:UINT32:[1]", REPEAT,
+        "model_transaction_policy { decoupled: true }",
     ),
-    "custom_identity_int32": _identity("TYPE_INT32"),
-}
+    "custom_identity_int32": _model("INPUT0:INT32", "OUTPUT0:INT32"),
+}  # fmt: skip
 
 
 def build(dest: Path, names: Iterable[str] = MODELS) -> list[str]:
@@ -200,21 +190,11 @@ def build(dest: Path, names: Iterable[str] = MODELS) -> list[str]:
         model = MODELS[name]
         folder = dest / name / "1"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder.parent / "config.pbtxt").write_text(_config(name, model))
+        (folder.parent / "config.pbtxt").write_text(f'name: "{name}" {model.config}')
         if model.source:
             (folder / "model.py").write_text(model.source)
         written.append(name)
     return written
-
-
-def _config(name: str, model: ClientModel) -> str:
-    lines = [f'name: "{name}"', f'backend: "{"python" if model.source else "identity"}"']
-    lines.append(f"max_batch_size: {model.batch}")
-    for kind, tensors in (("input", model.inputs), ("output", model.outputs)):
-        entries = [f'  {{ name: "{tensor}" data_type: {dtype} dims: {dims} }}' for tensor, dtype, dims in tensors]
-        lines += [f"{kind} [", ",\n".join(entries), "]"]
-    lines.append("instance_group [ { count: 1 kind: KIND_CPU } ]")
-    return "\n".join(lines) + "\n" + model.more
 
 
 def main(arguments: list[str]) -> int:

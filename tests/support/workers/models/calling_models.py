@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.support.model_files import python_model
+
 CALLER = """\
 import asyncio
 import json
@@ -174,16 +176,6 @@ class TritonPythonModel:
         request.exec()
 """
 
-LOADING = """\
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        if not pb_utils.is_model_ready("other"):
-            pb_utils.load_model("other")
-
-    def execute(self, requests):
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
-"""
+LOADING = python_model(
+    "return self.respond(x)", 'if not pb_utils.is_model_ready("other"):\n    pb_utils.load_model("other")'
+)

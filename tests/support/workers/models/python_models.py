@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.support.model_files import python_model
+
 LEAF = """\
 import json
 
@@ -45,19 +47,12 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([pb_utils.Tensor("y", x * 2)], parameters=said)
 """
 
-CALLER = """\
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.one(request) for request in requests]
-
-    def one(self, request):
-        x = pb_utils.Tensor("x", request.inputs()[0].as_numpy())
-        call = pb_utils.InferenceRequest(model_name="leaf", requested_output_names=["y"], inputs=[x])
-        return pb_utils.InferenceResponse(call.exec().output_tensors())
-"""
+CALLER = python_model("""
+call = pb_utils.InferenceRequest(
+    model_name="leaf", requested_output_names=["y"], inputs=[pb_utils.Tensor("x", x)]
+)
+return pb_utils.InferenceResponse(call.exec().output_tensors())
+""")
 
 GATHER = """\
 import asyncio
@@ -143,29 +138,19 @@ class TritonPythonModel:
                 yield response
 """
 
-CONTROL = """\
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        assert pb_utils.is_model_ready("leaf")
-        x = pb_utils.Tensor("x", np.ones((1, 5000), np.float32))
-        call = pb_utils.InferenceRequest(model_name="leaf", requested_output_names=["y"], inputs=[x])
-        assert (call.exec().output_tensors()[0].as_numpy() == 2).all()
-
-    def execute(self, requests):
-        assert len(requests) == 1
-        before = pb_utils.is_model_ready("spare")
-        if not before:
-            pb_utils.load_model("spare")
-        else:
-            pb_utils.unload_model("spare")
-        after = pb_utils.is_model_ready("spare")
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([[before, after]], np.float32))])]
-"""
-
+CONTROL = python_model(
+    """
+before = pb_utils.is_model_ready("spare")
+(pb_utils.unload_model if before else pb_utils.load_model)("spare")
+return self.respond(np.array([[before, pb_utils.is_model_ready("spare")]], np.float32))
+""",
+    """
+assert pb_utils.is_model_ready("leaf")
+x = pb_utils.Tensor("x", np.ones((1, 5000), np.float32))
+call = pb_utils.InferenceRequest(model_name="leaf", requested_output_names=["y"], inputs=[x])
+assert (call.exec().output_tensors()[0].as_numpy() == 2).all()
+""",
+)
 
 STACKED = """\
 class TritonPythonModel:

@@ -138,7 +138,6 @@ def asks(number: int, count: int, window: int = 100, **wishes: object) -> WorkMe
 
 
 def row(worker: WorkerProcess) -> Row:
-    """The next streamed row."""
     rows = worker.expect(Streamed).rows
     assert len(rows) == 1
     return rows[0]
