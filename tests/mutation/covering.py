@@ -91,8 +91,6 @@ def failed_tests(said: str) -> list[str]:
 
 
 class Record:
-    """The recorded coverage."""
-
     def __init__(self) -> None:
         from coverage import CoverageData
 

@@ -44,7 +44,6 @@ def _pyenv() -> Path:
 
 
 def reason(version: str) -> str:
-    """Why the interpreter is missing."""
     file = PLACE / version / REASON
     return file.read_text() if file.is_file() else "run make test-package, which installs it"
 

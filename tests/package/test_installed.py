@@ -49,8 +49,6 @@ with Server(sys.argv[1], gateway=True) as server:
 
 
 class Installed(NamedTuple):
-    """An environment with the wheel."""
-
     version: str
     python: Path
     variables: dict[str, str]
@@ -62,7 +60,6 @@ class Installed(NamedTuple):
 
 @pytest.fixture(scope="module", params=pythons.VERSIONS)
 def client(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """An environment with the wheel and its requirements."""
     version: str = request.param
     python = pythons.find(version)
     if python is None:

@@ -99,7 +99,6 @@ def states(client: shmserve.Client, model: str) -> dict[str, str]:
 
 
 def ready(client: shmserve.Client, model: str) -> list[str]:
-    """The versions that are served."""
     return sorted(version for version, state in states(client, model).items() if state == "READY")
 
 
@@ -125,7 +124,6 @@ def unload_all(client: shmserve.Client) -> None:
 
 
 def until(client: shmserve.Client, holds: Callable[[], object], what: str = "") -> None:
-    """Polls until `holds` returns something true."""
     end = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < end, f"{what or 'it'} has not come true: {client.models()}"

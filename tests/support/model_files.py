@@ -47,7 +47,6 @@ def _method_body(text: str) -> str:
 
 
 def parameters(**values: str) -> str:
-    """Parameters of a model configuration."""
     return "".join(
         f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n' for key, value in values.items()
     )

@@ -15,6 +15,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +23,7 @@ import numpy as np
 import zmq
 
 from shmserve.errors import NotFound, ServeError
-from shmserve.protocol import codec
-from shmserve.protocol.messages import (
-    INLINE_BYTES,
-    OWNER_SHIFT,
-    PACKET_BYTES,
-    PROTOCOL,
-    Answer,
-    Ask,
-    Bye,
-    Cancel,
-    ClientMessage,
-    Fail,
-    FailHeld,
-    Handle,
-    Hello,
-    Infer,
-    Map,
-    More,
-    Part,
-    Ping,
-    Pong,
-    Reply,
-    Return,
-    Tensor,
-    Unmap,
-    Welcome,
-)
+from shmserve.protocol import codec, messages
 from shmserve.shm.arena import Arena
 from shmserve.shm.extents import memfd, posix
 from shmserve.shm.mapped import Mapped
@@ -64,7 +39,7 @@ NOTHING = object()
 class Parts:
     """A request that is answered with numbers: as many as it asks for, never more than its window allows."""
 
-    def __init__(self, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
+    def __init__(self, peer: Peer, infer: messages.Infer, frames: list[bytes]) -> None:
         assert infer.options is not None
         (x,) = infer.inputs
         self.peer = peer
@@ -84,16 +59,16 @@ class Parts:
             self.sent += 1
             self.room -= 1
             last = self.sent == self.count and bool(self.wish.get("full_end"))
-            send(Part(self.request, 1, (y,), {"index": self.sent}, last), frames=tuple(frames))
+            send(messages.Part(self.request, 1, (y,), {"index": self.sent}, last), frames=tuple(frames))
             if last:
                 self.peer.streams.pop(self.request)
                 return
         if self.sent == self.count:
             del self.peer.streams[self.request]
             if self.wish.get("fail"):
-                send(Fail(self.request, "MODEL_FAILED", "no more of this"))
+                send(messages.Fail(self.request, "MODEL_FAILED", "no more of this"))
             else:
-                send(Part(self.request, 1, (), None, True))
+                send(messages.Part(self.request, 1, (), None, True))
 
 
 class Peer:
@@ -108,15 +83,15 @@ class Peer:
         self.name = ""
         self.mapped = Mapped()
         self.announced: set[int] = set()
-        self.held: list[Handle] = []
+        self.held: list[messages.Handle] = []
         self.streams: dict[int, Parts] = {}
         """Request -> its stream, for requests answered in parts."""
         self.closed = False
         make = posix.create if sock is None else lambda size: memfd.create(size, seal_future_write=True)
         self.arena = Arena(owner + 1000, make, limit_bytes=1 << 30)
 
-    def send(self, *messages: Any, descriptors: tuple[int, ...] = (), frames: tuple[bytes, ...] = ()) -> None:
-        data = codec.encode(list(messages))
+    def send(self, *sent: Any, descriptors: tuple[int, ...] = (), frames: tuple[bytes, ...] = ()) -> None:
+        data = codec.encode(list(sent))
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         if self.sock is None:
             self.broker.router.send_multipart([self.identity, data, *frames])
@@ -124,7 +99,7 @@ class Peer:
         with contextlib.suppress(BrokenPipeError):  # the client has disconnected; reading reports that
             self.sock.sendmsg([data], rights)
 
-    def bytes_of(self, tensor: Tensor, frames: list[bytes]) -> bytes:
+    def bytes_of(self, tensor: messages.Tensor, frames: list[bytes]) -> bytes:
         if isinstance(tensor.data, bytes):
             return tensor.data
         if isinstance(tensor.data, int):
@@ -133,7 +108,7 @@ class Peer:
             self.mapped.memory(handle) if handle.segment in self.mapped else self.own(handle) for handle in tensor.data
         )
 
-    def own(self, handle: Handle) -> bytes:
+    def own(self, handle: messages.Handle) -> bytes:
         """The bytes of an output of this broker that the client passes on; the client must hold it."""
         assert any(
             held.segment == handle.segment
@@ -144,16 +119,18 @@ class Peer:
         segment = next(found for found in self.arena.segments if found.id == handle.segment)
         return bytes(segment.memory[handle.offset : handle.offset + handle.size])
 
-    def tensor(self, name: str, dtype: str, shape: tuple[int, ...], data: bytes, frames: list[bytes]) -> Tensor:
+    def tensor(
+        self, name: str, dtype: str, shape: tuple[int, ...], data: bytes, frames: list[bytes]
+    ) -> messages.Tensor:
         """An output in the form that the client requests: inline, in a frame, or in shared memory, announced first."""
-        if len(data) <= INLINE_BYTES:
-            return Tensor(name, dtype, shape, data)
+        if len(data) <= messages.INLINE_BYTES:
+            return messages.Tensor(name, dtype, shape, data)
         if self.outputs == "frames":
             frames.append(data)
-            return Tensor(name, dtype, shape, len(frames) - 1)
-        return Tensor(name, dtype, shape, (self.give(data),))
+            return messages.Tensor(name, dtype, shape, len(frames) - 1)
+        return messages.Tensor(name, dtype, shape, (self.give(data),))
 
-    def give(self, data: bytes) -> Handle:
+    def give(self, data: bytes) -> messages.Handle:
         block = self.arena.allocate(len(data))
         block.memory()[:] = data
         if block.segment not in self.announced:
@@ -171,10 +148,10 @@ class Peer:
             self.sock.close()
 
 
-Behaviour = Callable[["FakeBroker", Peer, Infer, "list[bytes]"], None]
+Behaviour = Callable[["FakeBroker", Peer, messages.Infer, "list[bytes]"], None]
 
 
-def echo(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
+def echo(broker: FakeBroker, peer: Peer, infer: messages.Infer, frames: list[bytes]) -> None:
     """Outputs are the inputs, under the same names. Outputs with a place are written there."""
     places = {wanted.name: wanted.place for wanted in infer.outputs or ()}
     out_frames: list[bytes] = []
@@ -184,41 +161,43 @@ def echo(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> N
             continue
         data = peer.bytes_of(tensor, frames)
         place = places.get(tensor.name)
-        if place is not None and len(data) > INLINE_BYTES:
-            place = Handle(place.segment, place.offset, len(data))
+        if place is not None and len(data) > messages.INLINE_BYTES:
+            place = messages.Handle(place.segment, place.offset, len(data))
             peer.mapped.writable(place, _BYTE, (len(data),))[:] = np.frombuffer(data, _BYTE)
-            outputs.append(Tensor(tensor.name, tensor.dtype, tensor.shape, (place,)))
+            outputs.append(messages.Tensor(tensor.name, tensor.dtype, tensor.shape, (place,)))
         else:
             outputs.append(peer.tensor(tensor.name, tensor.dtype, tensor.shape, data, out_frames))
     parameters = dict(infer.options.parameters) if infer.options is not None else None
-    peer.send(Reply(infer.request, infer.version or 1, tuple(outputs), parameters), frames=tuple(out_frames))
+    peer.send(messages.Reply(infer.request, infer.version or 1, tuple(outputs), parameters), frames=tuple(out_frames))
 
 
-def rows(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
+def rows(broker: FakeBroker, peer: Peer, infer: messages.Infer, frames: list[bytes]) -> None:
     """Like echo, but each output comes in two parts along axis 0."""
     outputs = []
     for tensor in infer.inputs:
         data = peer.bytes_of(tensor, frames)
         cut = len(data) // tensor.shape[0] * (tensor.shape[0] // 2)
-        outputs.append(Tensor(tensor.name, tensor.dtype, tensor.shape, (peer.give(data[:cut]), peer.give(data[cut:]))))
-    peer.send(Reply(infer.request, 1, tuple(outputs)))
+        outputs.append(
+            messages.Tensor(tensor.name, tensor.dtype, tensor.shape, (peer.give(data[:cut]), peer.give(data[cut:])))
+        )
+    peer.send(messages.Reply(infer.request, 1, tuple(outputs)))
 
 
-def refuse(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
-    peer.send(Fail(infer.request, "NOT_FOUND", f"Request for unknown model: '{infer.model}' is not found"))
+def refuse(broker: FakeBroker, peer: Peer, infer: messages.Infer, frames: list[bytes]) -> None:
+    peer.send(messages.Fail(infer.request, "NOT_FOUND", f"Request for unknown model: '{infer.model}' is not found"))
 
 
-def hold(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
+def hold(broker: FakeBroker, peer: Peer, infer: messages.Infer, frames: list[bytes]) -> None:
     broker.parked.put((peer, infer, frames))
 
 
-def held(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
+def held(broker: FakeBroker, peer: Peer, infer: messages.Infer, frames: list[bytes]) -> None:
     """Fails, while a worker still reads the inputs."""
-    peer.send(FailHeld(infer.request, "QUEUE_TIMEOUT", "it waited for too long"))
+    peer.send(messages.FailHeld(infer.request, "QUEUE_TIMEOUT", "it waited for too long"))
     broker.parked.put((peer, infer, frames))
 
 
-def die(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
+def die(broker: FakeBroker, peer: Peer, infer: messages.Infer, frames: list[bytes]) -> None:
     """Ends the connection; the second attempt is answered."""
     if broker.deaths:
         echo(broker, peer, infer, frames)
@@ -227,12 +206,12 @@ def die(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> No
     broker.drop(peer)
 
 
-def garble(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
+def garble(broker: FakeBroker, peer: Peer, infer: messages.Infer, frames: list[bytes]) -> None:
     """Sends an answer whose bytes do not fit its shape."""
-    peer.send(Reply(infer.request, 1, (Tensor("x", "FP32", (1000,), b"abc"),)))
+    peer.send(messages.Reply(infer.request, 1, (messages.Tensor("x", "FP32", (1000,), b"abc"),)))
 
 
-def parts(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
+def parts(broker: FakeBroker, peer: Peer, infer: messages.Infer, frames: list[bytes]) -> None:
     peer.streams[infer.request] = Parts(peer, infer, frames)
     peer.streams[infer.request].proceed()
 
@@ -257,16 +236,16 @@ class FakeBroker:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.parked: queue.SimpleQueue[tuple[Peer, Infer, list[bytes]]] = queue.SimpleQueue()
+        self.parked: queue.SimpleQueue[tuple[Peer, messages.Infer, list[bytes]]] = queue.SimpleQueue()
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         """Every received message, except Infer."""
-        self.requests: list[Infer] = []
+        self.requests: list[messages.Infer] = []
         self.packets: list[list[Any]] = []
         self.deaths = 0
         self.ready = True
         self.answers: dict[str, Any] = {}
         """Query -> the answer, or a function of model, version and body that returns or raises one."""
-        self.bodies: dict[tuple[Any, int], list[Ask]] = {}
+        self.bodies: dict[tuple[Any, int], list[messages.Ask]] = {}
         """Bodies that are not complete."""
         self.pongs = True
         self.pings: list[tuple[Peer, int]] = []
@@ -280,7 +259,6 @@ class FakeBroker:
 
     @property
     def keys(self) -> dict[str, str]:
-        """The keys that a client over tcp needs."""
         return {"server_key": self.pair.public, "key_file": str(self.client_key)}
 
     @property
@@ -334,41 +312,36 @@ class FakeBroker:
 
     def do(self, job: Callable[[], object]) -> None:
         """Runs `job` in the broker's thread, waits for its end, and raises what it raised."""
-        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        done: Future[object] = Future()
 
         def run() -> None:
             try:
-                job()
+                done.set_result(job())
             except BaseException as error:
-                done.put(error)
-            else:
-                done.put(None)
+                done.set_exception(error)
 
         self.jobs.put(run)
         os.eventfd_write(self.bell, 1)
-        failure = done.get(timeout=PATIENCE_S)
-        if failure is not None:
-            raise failure
+        done.result(PATIENCE_S)
 
     def wait_for(self, kind: type) -> Any:
-        """Returns the next received message of this kind."""
         while True:
             message = self.told.get(timeout=PATIENCE_S)
             if isinstance(message, kind):
                 return message
 
-    def next_parked(self) -> tuple[Peer, Infer, list[bytes]]:
+    def next_parked(self) -> tuple[Peer, messages.Infer, list[bytes]]:
         """Returns the longest held request, after waiting for one."""
         return self.parked.get(timeout=PATIENCE_S)
 
-    def answer(self) -> Infer:
+    def answer(self) -> messages.Infer:
         """Answers the longest held request."""
         peer, infer, frames = self.next_parked()
         self.do(lambda: echo(self, peer, infer, frames))
         return infer
 
     @property
-    def held_handles(self) -> list[Handle]:
+    def held_handles(self) -> list[messages.Handle]:
         return [handle for peer in self.peers.values() for handle in peer.held]
 
     # ------------------------------------------------------------------------------------ the loop
@@ -421,7 +394,7 @@ class FakeBroker:
         assert sock is not None
         try:
             data, ancillary, flags, _ = sock.recvmsg(
-                PACKET_BYTES + 1, socket.CMSG_SPACE(253 * _INT), socket.MSG_CMSG_CLOEXEC
+                messages.PACKET_BYTES + 1, socket.CMSG_SPACE(253 * _INT), socket.MSG_CMSG_CLOEXEC
             )
         except ConnectionError:
             data, ancillary, flags = b"", [], 0
@@ -443,10 +416,11 @@ class FakeBroker:
         self._take(peer, data, [], frames)
 
     def _take(self, peer: Peer, data: bytes, descriptors: list[int], frames: list[bytes]) -> None:
-        messages = _decode(data)
-        self.packets.append(messages)
-        for message in messages:
-            if isinstance(message, Infer):
+        received = codec.Codec(messages.ClientMessage).decode(data)
+        assert not any(isinstance(message, codec.Refused) for message in received), received
+        self.packets.append(received)
+        for message in received:
+            if isinstance(message, messages.Infer):
                 assert peer.outputs, "the first message must be Hello"
                 self.requests.append(message)
                 MODELS.get(message.model, refuse)(self, peer, message, frames)
@@ -458,61 +432,61 @@ class FakeBroker:
         assert not descriptors, "descriptors without a Map"
 
     def _heed(self, peer: Peer, message: Any, descriptors: list[int]) -> None:
-        if isinstance(message, Hello):
-            assert message.protocol == PROTOCOL
+        if isinstance(message, messages.Hello):
+            assert message.protocol == messages.PROTOCOL
             assert not peer.outputs
             peer.outputs, peer.name = message.outputs, message.name
-            peer.send(Welcome(PROTOCOL, peer.owner, "fake 1"))
-        elif isinstance(message, Map):
-            assert message.segment >> OWNER_SHIFT == peer.owner
+            peer.send(messages.Welcome(messages.PROTOCOL, peer.owner, "fake 1"))
+        elif isinstance(message, messages.Map):
+            assert message.segment >> messages.OWNER_SHIFT == peer.owner
             if message.name is None:
                 peer.mapped.add(message.segment, message.size, fd=descriptors.pop(0))
             else:
                 with contextlib.suppress(NotFound):  # the client has closed in the meantime, and removed the name
                     peer.mapped.add(message.segment, message.size, name=message.name)
-        elif isinstance(message, Unmap):
+        elif isinstance(message, messages.Unmap):
             if message.segment in peer.mapped:
                 peer.mapped.remove(message.segment)
-        elif isinstance(message, Return):
+        elif isinstance(message, messages.Return):
             for handle in message.handles:
                 peer.held.remove(handle)
                 peer.arena.free(handle.segment, handle.offset, handle.size)
-        elif isinstance(message, Ask):
+        elif isinstance(message, messages.Ask):
             self._gather(peer, message)
-        elif isinstance(message, Bye):
+        elif isinstance(message, messages.Bye):
             self.drop(peer)
-        elif isinstance(message, Ping):
+        elif isinstance(message, messages.Ping):
             self.pings.append((peer, message.number))
             if self.pongs:
                 self.pong()
-        elif isinstance(message, More):
+        elif isinstance(message, messages.More):
             if message.request in peer.streams:
                 peer.streams[message.request].room += message.count
                 peer.streams[message.request].proceed()
         else:
-            assert isinstance(message, (Cancel, Pong)), message
-            if isinstance(message, Cancel):
+            assert isinstance(message, (messages.Cancel, messages.Pong)), message
+            if isinstance(message, messages.Cancel):
                 self.bodies.pop((peer.owner, message.request), None)
                 if peer.streams.pop(message.request, None) is not None:
-                    peer.send(Fail(message.request, "CANCELLED", "it was cancelled"))
+                    peer.send(messages.Fail(message.request, "CANCELLED", "it was cancelled"))
 
     def pong(self) -> None:
         """Sends pongs from now on, including for earlier pings."""
         self.pongs = True
         while self.pings:
             peer, number = self.pings.pop(0)
-            peer.send(Pong(number))
+            peer.send(messages.Pong(number))
 
-    def _gather(self, peer: Peer, ask: Ask) -> None:
+    def _gather(self, peer: Peer, ask: messages.Ask) -> None:
         """The pieces of a body arrive in order; only the first has its request."""
         asks = self.bodies.setdefault((peer.owner, ask.request), [])
         assert bool(ask.what) is not bool(asks), ask
         asks.append(ask)
         if not ask.more:
             del self.bodies[peer.owner, ask.request]
-            self._answer(peer, Ask(ask.request, asks[0].what, asks[0].model, asks[0].version, b""), asks)
+            self._answer(peer, messages.Ask(ask.request, asks[0].what, asks[0].model, asks[0].version, b""), asks)
 
-    def _answer(self, peer: Peer, ask: Ask, asks: list[Ask]) -> None:
+    def _answer(self, peer: Peer, ask: messages.Ask, asks: list[messages.Ask]) -> None:
         known = {
             "live": {"live": True},
             "ready": {"ready": self.ready},
@@ -525,20 +499,14 @@ class FakeBroker:
             try:
                 said = said(ask.model, ask.version, b"".join([piece.body for piece in asks]))
             except ServeError as error:
-                peer.send(Fail(ask.request, error.code, str(error)))
+                peer.send(messages.Fail(ask.request, error.code, str(error)))
                 return
         if said is NOTHING:
             return
         if said is None:
-            peer.send(Fail(ask.request, "NOT_FOUND", f"Request for unknown model: '{ask.model}' is not found"))
+            peer.send(messages.Fail(ask.request, "NOT_FOUND", f"Request for unknown model: '{ask.model}' is not found"))
             return
         body = json.dumps(said).encode()
         chunks = [body[start : start + 40_000] for start in range(0, len(body), 40_000)]
         for number, chunk in enumerate(chunks):
-            peer.send(Answer(ask.request, chunk, number + 1 < len(chunks)))
-
-
-def _decode(data: bytes) -> list[Any]:
-    messages = codec.Codec(ClientMessage).decode(data)
-    assert not any(isinstance(message, codec.Refused) for message in messages), messages
-    return messages
+            peer.send(messages.Answer(ask.request, chunk, number + 1 < len(chunks)))

@@ -117,7 +117,6 @@ class Chromium:
                     listener(message["method"], message["params"])
 
     def close(self) -> None:
-        """Ends the browser and all of its processes."""
         processes = [os.pidfd_open(pid) for pid in self._family()]
         with contextlib.suppress(EOFError, BrokenPipeError):
             self.call("Browser.close")

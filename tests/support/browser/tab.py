@@ -106,7 +106,6 @@ class Tab:
         self._browser.wait(lambda: self.loaded > before, "a document to load")
 
     def go(self, fragment: str) -> None:
-        """Goes to another view of the page."""
         self.evaluate(f"location.hash = {json.dumps(fragment)}")
 
     def evaluate(self, expression: str) -> Any:
@@ -130,11 +129,9 @@ class Tab:
             raise AssertionError(f"never happened: {expression}\n{self.text()}\n{self.faults}") from error
 
     def text(self, selector: str = "body") -> str:
-        """The visible text."""
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
     def wait_for(self, selector: str, text: str = "") -> None:
-        """Waits for an element that contains this text."""
         found, wanted = json.dumps(selector), json.dumps(text)
         self.wait(f"[...document.querySelectorAll({found})].some((one) => one.textContent.includes({wanted}))")
 
@@ -142,7 +139,6 @@ class Tab:
         self._browser.wait(lambda: any(text in fault for fault in self.faults), f"a fault with '{text}'")
 
     def expect(self, expression: str, value: Any) -> None:
-        """Waits until the expression has this value."""
         wanted = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
         self.wait(f"JSON.stringify({expression}) === {json.dumps(wanted)}")
 
@@ -191,7 +187,6 @@ class Tab:
         assert self._downloads[-1] == "completed", self._downloads
 
     def drop_file(self, selector: str, path: Path) -> None:
-        """Drags a file over the element and drops it."""
         place = self._middle(selector)
         data = {"items": [], "files": [str(path)], "dragOperationsMask": 1}
         for kind in ("dragEnter", "dragOver", "drop"):

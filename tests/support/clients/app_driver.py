@@ -22,8 +22,6 @@ A = TypeVar("A", bound=App[Any])
 
 
 class AppDriver(Generic[A]):
-    """Presses keys, and reads the screen."""
-
     def __init__(self, app: A, pilot: Pilot[Any]) -> None:
         self.app = app
         self.pilot = pilot

@@ -43,14 +43,12 @@ class Lent(Recorded):
         return Infer(self.numbers, model, more.pop("version", 0), (tensor,), **more)
 
     def ask(self, client: FakeClient, rows: int = 1, model: str = "m", **more: Any) -> Infer:
-        """Sends a request to the broker."""
         message = self.infer(client, rows, model, **more)
         client.sends(message.request)
         self.turn([(client.peer, message)])
         return message
 
     def alone(self, count: int = ALONE + 1, client: FakeClient | None = None, **more: Any) -> None:
-        """Sends this many requests, one after the other."""
         for _ in range(count):
             self.ask(client or self.client, **more)
             self.finish_running()
@@ -64,7 +62,6 @@ class Lent(Recorded):
         return worker
 
     def leased(self, client: FakeClient | None = None, rows: int = 1, **more: Any) -> Infer:
-        """Sends a request over the lease."""
         client = client or self.client
         message = self.infer(client, rows, **more)
         client.send_leased(self.lease(client), message)

@@ -8,25 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from shmserve.core import events, states
+from shmserve.core import effects, events, states
 from shmserve.core.core import Core
-from shmserve.core.effects import (
-    Close,
-    Compose,
-    Drained,
-    Forget,
-    Free,
-    Kill,
-    Log,
-    Pause,
-    Query,
-    ReadLease,
-    Send,
-    Settled,
-    Spawn,
-    StartLease,
-    Traced,
-)
 from shmserve.core.limits import Limits
 from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, Resource, ScalingPolicy
 from shmserve.core.state import WORKERS_FROM, State
@@ -131,7 +114,6 @@ class World:
             self._handle(happened)
 
     def heard(self, worker: FakeWorker, count: int | None = None) -> list[tuple[int, Any]]:
-        """The messages of the worker, taken from its outbox as events."""
         said = worker.outbox[:count]
         del worker.outbox[: len(said)]
         return [(worker.peer, message) for message in said]
@@ -155,51 +137,51 @@ class World:
 
     def change(self, what: Callable[[State], Any]) -> None:
         """Runs a turn in which a part of the core changes something."""
-        effects = self.core.state.begin()
+        produced = self.core.state.begin()
         self.core.state.now = self.now
         what(self.core.state)
         self.core._process_work(self.now)  # noqa: SLF001 - as at the end of each turn
-        self._carry_out(effects)
+        self._carry_out(produced)
         self.settle()
 
-    def _carry_out(self, effects: list[Any]) -> None:
+    def _carry_out(self, produced: list[Any]) -> None:
         if self.checks:
             self.core.check()
-        for effect in effects:
+        for effect in produced:
             self.tell(effect)
-            if isinstance(effect, Send):
+            if isinstance(effect, effects.Send):
                 self._send(effect)
-            elif isinstance(effect, Spawn):
+            elif isinstance(effect, effects.Spawn):
                 self._spawn(effect)
-            elif isinstance(effect, Kill):
+            elif isinstance(effect, effects.Kill):
                 self.die(self.workers[effect.peer], f"killed: {effect.reason}")
-            elif isinstance(effect, Close):
+            elif isinstance(effect, effects.Close):
                 self.clients[effect.peer].leave()
                 self.pending.append((0, events.Closed(effect.peer)))
-            elif isinstance(effect, StartLease):
+            elif isinstance(effect, effects.StartLease):
                 self._start_lease(effect)
-            elif isinstance(effect, ReadLease):
+            elif isinstance(effect, effects.ReadLease):
                 self._read_lease(effect)
-            elif isinstance(effect, Compose):
+            elif isinstance(effect, effects.Compose):
                 self.pending.append((0, self._composed(effect)))
-            elif isinstance(effect, Free):
+            elif isinstance(effect, effects.Free):
                 self.freed += effect.handles
-            elif isinstance(effect, Forget):
+            elif isinstance(effect, effects.Forget):
                 self.forgotten.append(effect.segment)
-            elif isinstance(effect, Pause):
+            elif isinstance(effect, effects.Pause):
                 self.paused[effect.peer] = effect.until
-            elif isinstance(effect, Drained):
+            elif isinstance(effect, effects.Drained):
                 assert not self.drained
                 self.drained = True
             else:
-                assert isinstance(effect, (Log, Query, Settled, Traced))
+                assert isinstance(effect, (effects.Log, effects.Query, effects.Settled, effects.Traced))
 
-    def _composed(self, effect: Compose) -> events.Composed:
+    def _composed(self, effect: effects.Compose) -> events.Composed:
         names = [version.model for version in self.core.state.ensembles if version.compose_number == effect.number]
         problem = self.misfits.get(names[0], "") if names else ""
         return events.Composed(effect.source, effect.number, problem)
 
-    def _send(self, effect: Send) -> None:
+    def _send(self, effect: effects.Send) -> None:
         if effect.peer >= WORKERS_FROM:
             worker = self.workers.get(effect.peer)
             assert worker is not None, f"{effect.message} was sent to a worker that has been reported dead"
@@ -212,7 +194,7 @@ class World:
         resent, client.unsent = client.unsent, []
         self.pending += [(client.peer, request) for request in resent]
 
-    def _start_lease(self, effect: StartLease) -> None:
+    def _start_lease(self, effect: effects.StartLease) -> None:
         number = effect.of_client.lease
         worker, client = self.workers[effect.worker], self.clients[effect.client]
         if self.out_of_descriptors or worker.dead or client.ended:
@@ -224,7 +206,7 @@ class World:
         worker.inbox.append(effect.of_worker)
         client.lends(effect.of_client, lease)
 
-    def _read_lease(self, effect: ReadLease) -> None:
+    def _read_lease(self, effect: effects.ReadLease) -> None:
         lease = self.leases.get(effect.lease)
         empty = events.LeaseRead(effect.lease, [], final=effect.final)
         self.pending.append((0, lease.read(effect.final) if lease is not None else empty))
@@ -260,7 +242,7 @@ class World:
         memory, scaling = self.sizes.get(policy.name, MemoryEstimate()), self.scalings.get(policy.name)
         return events.Target(policy.version, source, specs, memory=memory, scaling=scaling)
 
-    def _spawn(self, effect: Spawn) -> None:
+    def _spawn(self, effect: effects.Spawn) -> None:
         policy = self.policies[effect.model, effect.version]
         worker = FakeWorker(effect.peer, self.name_of(effect), policy, self.large[effect.model])
         worker.on_gpu = effect.instance.kind == "KIND_GPU" and policy.leaves_on_device
@@ -268,7 +250,7 @@ class World:
         if self.loads_itself[effect.model]:
             worker.outbox.append(events.Compiled(policy))
 
-    def name_of(self, effect: Spawn) -> str:
+    def name_of(self, effect: effects.Spawn) -> str:
         """The name of the instance, with a ~ if another process of that name still runs, as in a reload."""
         name = effect.instance.name
         while any(worker.name == name and not worker.dead for worker in self.workers.values()):
@@ -287,14 +269,12 @@ class World:
             self.pending.append((0, events.Exited(worker.peer, reason, loading_error)))
 
     def finish(self, name: str = "m_0", took: int = 0, error: tuple[str, str] | None = None) -> FakeWorker:
-        """The running batch of this worker ends."""
         worker = self.worker(name)
         worker.finish(self.now, took, error=error)
         self.settle()
         return worker
 
     def finish_running(self, took: int = 0) -> None:
-        """All batches that run now end."""
         for worker in list(self.workers.values()):
             if worker.running is not None:
                 worker.finish(self.now, took)
@@ -306,7 +286,6 @@ class World:
             self.finish_running()
 
     def crash(self, worker: FakeWorker, reason: str = "signal SIGSEGV", loading_error: str = "") -> None:
-        """The worker crashes, and the broker notices."""
         self.die(worker, reason, loading_error)
         self.settle()
 

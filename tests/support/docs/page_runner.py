@@ -17,7 +17,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from shmserve.repo import samples
@@ -77,7 +76,7 @@ class PageRunner:
     def __enter__(self) -> PageRunner:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def serve_samples(self, options: str = "") -> None:

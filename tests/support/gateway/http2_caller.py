@@ -13,7 +13,7 @@ import h2.events
 import h2.exceptions
 
 from shmserve.gateway.http2.connection import Http2Connection
-from shmserve.gateway.http2.interface import Application, Awaits, ServiceCall, TransportStream
+from shmserve.gateway.http2.interface import Awaits, ServiceCall, TransportStream
 from shmserve.gateway.http2.limits import Http2Limits
 from shmserve.gateway.http2.protocol import Http2
 from shmserve.gateway.kserve.answers import Buffer
@@ -89,11 +89,7 @@ class Host:
         self.expiring: set[Any] = set()
         self._make = application
 
-    @property
-    def application(self) -> Application:
-        return self._new
-
-    def _new(self, stream: TransportStream) -> ServiceCall:
+    def application(self, stream: TransportStream) -> ServiceCall:
         self.calls.append(self._make(stream))
         return cast(ServiceCall, self.calls[-1])
 

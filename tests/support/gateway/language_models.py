@@ -220,7 +220,6 @@ def post(client: Any, path: str, **body: Any) -> Any:
 
 
 def picture(colour: str) -> str:
-    """A picture in base64."""
     from PIL import Image
 
     file = io.BytesIO()

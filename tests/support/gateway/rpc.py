@@ -9,7 +9,6 @@ import contextlib
 import queue
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -56,7 +55,7 @@ class Rpcs:
     def __enter__(self) -> Rpcs:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.channel.close()
 
 
@@ -73,7 +72,6 @@ def infer_request(model: str, inputs: dict[str, tuple[str, Any, bytes]], raw: bo
 
 
 def parameter(made: Any, value: Any) -> None:
-    """Sets an InferParameter."""
     kinds = {bool: "bool_param", int: "int64_param", str: "string_param", float: "double_param"}
     setattr(made, kinds[type(value)], value)
 
@@ -91,7 +89,6 @@ class Talk:
             self._requests.put(request)
 
     def end(self) -> None:
-        """No more requests."""
         self._requests.put(None)
 
     def hear(self, count: int) -> list[Any]:

@@ -161,6 +161,5 @@ def metric(server: Server, name: str, **labels: str) -> float:
 
 
 def wait_in_flight(server: Server, least: int, most: int) -> None:
-    """Waits until the server has this many requests in flight."""
     while not least <= metric(server, "shmserve_requests_in_flight") <= most:
         continue

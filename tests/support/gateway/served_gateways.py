@@ -32,8 +32,6 @@ def gateways_of(server: int) -> list[int]:
 
 
 class Serving:
-    """`shmserve serve`, whose log can be followed."""
-
     def __init__(self, repository: Path, place: Path, *options: str) -> None:
         self.runtime_dir = place / "run"
         command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(repository)]

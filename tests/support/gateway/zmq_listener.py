@@ -77,8 +77,6 @@ class ListenerThread:
         await link.close()
 
     def do(self, what: Any) -> Any:
-        """Calls `what` in the listener's thread."""
-
         async def call() -> Any:
             return what()
 

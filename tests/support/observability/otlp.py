@@ -74,5 +74,4 @@ class Collector(Endpoint):
 
 
 def attributes(holder: Any) -> dict[str, Any]:
-    """The attributes of a span, resource or event."""
     return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in holder.attributes}

@@ -18,7 +18,6 @@ def metrics_in(expression: str) -> set[str]:
 
 
 def labels_in(expression: str) -> set[str]:
-    """Labels of selectors and groups."""
     plain = _TEXT.sub(" ", expression)
     selected = {name for found in _LABELS.findall(plain) for name in re.findall(r"(\w+)\s*(?:=|!)", found)}
     grouped = {name for found in _GROUPED.findall(plain) for name in re.findall(r"\w+", found)}

@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 SYSTEMD = Path("/lib/systemd/systemd")
 BOOT_S = 60
@@ -112,7 +111,7 @@ class Machine:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def _boot(self) -> None:

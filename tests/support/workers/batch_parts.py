@@ -59,12 +59,10 @@ class Memory:
 
     @property
     def maps(self) -> list[Map]:
-        """The segments that the worker has announced."""
         self.outbox.flush()
         return self._link.maps
 
     def share(self, data: bytes) -> Handle:
-        """Copies bytes to the client's memory."""
         block = self.client.allocate(len(data))
         block.memory()[: len(data)] = data
         return block.handle()
@@ -87,7 +85,6 @@ class Memory:
         return array_of(tensor, data)
 
     def free(self, *tensors: Tensor) -> None:
-        """Returns the memory of outputs to the worker."""
         for tensor in tensors:
             if isinstance(tensor.data, tuple):
                 self.arenas.free([handle for handle in tensor.data if self.arenas.owns(handle.segment)])

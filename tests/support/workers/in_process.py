@@ -50,7 +50,6 @@ def loaded(given: ModelConfig, folder: Path, settings: dict[str, str] | None = N
 
 
 def run(model: LoadedModel, *work_items: Work) -> list[Row]:
-    """Runs one batch and returns its results."""
     rows: list[Row] = model.runner.run(work_items)[0]
     return rows
 
@@ -74,7 +73,6 @@ def value(row: Row, index: int = 0) -> Array:
 
 
 def completed(given: ModelConfig, folder: Path, settings: dict[str, str] | None = None) -> ModelConfig:
-    """The configuration that the worker reports."""
     with loaded(given, folder, settings) as model:
         return model.config
 
@@ -84,7 +82,6 @@ AS_GIVEN = {"disable-auto-complete-config": "true"}
 
 
 def load_failure(given: ModelConfig, folder: Path, settings: dict[str, str] | None = None) -> Failure:
-    """The reason that the worker reports for a model that does not load."""
     try:
         with loaded(given, folder, settings):
             pass

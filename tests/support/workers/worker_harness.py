@@ -15,29 +15,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
 
 from shmserve.dtypes import from_numpy, to_numpy
-from shmserve.protocol import codec
+from shmserve.protocol import codec, worker_messages
 from shmserve.protocol.messages import INLINE_BYTES, Failure, Handle, Map, Options, Tensor, Unmap, Wanted
-from shmserve.protocol.worker_messages import (
-    Counted,
-    Done,
-    Execute,
-    Load,
-    Loaded,
-    LoadFailed,
-    Row,
-    Rows,
-    Stop,
-    Unread,
-    Work,
-    WorkerReport,
-    rows_of,
-)
 from shmserve.repo.config.schema import (
     ModelConfig,
     ModelInput,
@@ -73,7 +57,7 @@ class WorkerProcess:
         packages: str = "",
     ) -> None:
         """`packages`: a directory that precedes all others on the import path."""
-        self.codec = codec.Codec(WorkerReport)
+        self.codec = codec.Codec(worker_messages.WorkerReport)
         self.reports: deque[tuple[Any, int | None]] = deque()
         self.mapped = Mapped()
         self.maps: list[Map] = []
@@ -100,21 +84,21 @@ class WorkerProcess:
         theirs.close()
         descriptor = os.memfd_create("config")
         os.pwrite(descriptor, encode_config(config), 0)
-        load = Load(WORKER, config.name, 1, instance, str(folder), settings or {})
+        load = worker_messages.Load(WORKER, config.name, 1, instance, str(folder), settings or {})
         self.send(load, descriptors=[descriptor])
         os.close(descriptor)
 
     def loaded(self) -> ModelConfig:
         """Waits until the model is loaded. Returns the completed configuration."""
         message, descriptor = self.next()
-        assert isinstance(message, Loaded), f"{message}\n{self.said()}"
+        assert isinstance(message, worker_messages.Loaded), f"{message}\n{self.said()}"
         assert descriptor is not None
         data = os.pread(descriptor, 1 << 22, 0)
         os.close(descriptor)
         return decode_config(data)
 
-    def failed(self) -> LoadFailed:
-        return self.expect(LoadFailed)
+    def failed(self) -> worker_messages.LoadFailed:
+        return self.expect(worker_messages.LoadFailed)
 
     # ------------------------------------------------------------------------------------ the link
 
@@ -149,14 +133,16 @@ class WorkerProcess:
             raise EOFError(self.said())
         for message in self.codec.decode(data):
             descriptor = None
-            if isinstance(message, (Loaded, Counted)) or (isinstance(message, Map) and message.name is None):
+            if isinstance(message, (worker_messages.Loaded, worker_messages.Counted)) or (
+                isinstance(message, Map) and message.name is None
+            ):
                 descriptor = descriptors.pop(0)
             if isinstance(message, Map):
                 self.maps.append(message)
                 self.mapped.add(message.segment, message.size, fd=descriptor, name=message.name)
             elif isinstance(message, Unmap):
                 self.mapped.remove(message.segment)
-            elif isinstance(message, Unread):
+            elif isinstance(message, worker_messages.Unread):
                 self.unread.append(message.request)
             else:
                 self.reports.append((message, descriptor))
@@ -194,7 +180,7 @@ class WorkerProcess:
         assert isinstance(data, bytes)
         return array_of(tensor, data, dtype)
 
-    def value(self, row: Row, index: int = 0) -> Array:
+    def value(self, row: worker_messages.Row, index: int = 0) -> Array:
         """A copy of an output of a request, which must have succeeded."""
         assert row.error is None, row.error
         return self.array(row.outputs[index], to_numpy(row.outputs[index].dtype))
@@ -205,23 +191,22 @@ class WorkerProcess:
 
     # ------------------------------------------------------------------------------------ batches
 
-    def execute(self, *work_items: Work, join: int = 0, more: bool = False, open: bool = False) -> int:
+    def execute(self, *work_items: worker_messages.Work, join: int = 0, more: bool = False, open: bool = False) -> int:
         self.number += 1
-        self.send(Execute(self.number, join, work_items, more, open))
+        self.send(worker_messages.Execute(self.number, join, work_items, more, open))
         return self.number
 
-    def done(self) -> tuple[list[Row], Done]:
+    def done(self) -> tuple[list[worker_messages.Row], worker_messages.Done]:
         """The results of the next batch to finish, from all its messages."""
-        rows: list[Row] = []
+        rows: list[worker_messages.Row] = []
         while True:
             message, _ = self.next()
-            assert isinstance(message, (Rows, Done)), f"{message}\n{self.said()}"
-            if isinstance(message, Done):
-                return [*rows, *rows_of(message.columns or message.rows)], message
+            assert isinstance(message, (worker_messages.Rows, worker_messages.Done)), f"{message}\n{self.said()}"
+            if isinstance(message, worker_messages.Done):
+                return [*rows, *worker_messages.rows_of(message.columns or message.rows)], message
             rows += message.rows
 
-    def run(self, *work_items: Work) -> list[Row]:
-        """Runs one batch and returns its results."""
+    def run(self, *work_items: worker_messages.Work) -> list[worker_messages.Row]:
         number = self.execute(*work_items)
         rows, done = self.done()
         assert done.batch == number
@@ -236,7 +221,7 @@ class WorkerProcess:
         return self.stderr.read().decode()
 
     def stop(self) -> int:
-        self.send(Stop())
+        self.send(worker_messages.Stop())
         return self.ended()
 
     def close(self) -> None:
@@ -254,9 +239,7 @@ class WorkerProcess:
     def __enter__(self) -> WorkerProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None and self.process.poll() is None:
                 assert self.stop() == 0, self.said()
@@ -266,7 +249,6 @@ class WorkerProcess:
 
 @contextmanager
 def running(config: ModelConfig, folder: Path, **more: Any) -> Iterator[WorkerProcess]:
-    """A worker that has loaded its model."""
     with WorkerProcess(config, folder, **more) as worker:
         worker.loaded()
         yield worker
@@ -286,14 +268,16 @@ def work(
     outputs: Sequence[Wanted] | None = None,
     audience: str = "internal",
     options: Options | None = None,
-) -> Work:
+) -> worker_messages.Work:
     """`rows` None: the length of the first input."""
     if rows is None:
         rows = inputs[0].shape[0]
-    return Work(request, rows, tuple(inputs), None if outputs is None else tuple(outputs), audience, options)
+    return worker_messages.Work(
+        request, rows, tuple(inputs), None if outputs is None else tuple(outputs), audience, options
+    )
 
 
-def assert_failed(row: Row, code: str, text: str = "") -> Failure:
+def assert_failed(row: worker_messages.Row, code: str, text: str = "") -> Failure:
     assert row.error is not None
     assert (row.error.code, text in row.error.text) == (code, True), row.error
     assert row.outputs == ()

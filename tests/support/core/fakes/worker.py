@@ -8,45 +8,9 @@ from math import prod
 from typing import Any
 
 from shmserve.core.policy import ModelPolicy
+from shmserve.protocol import messages, worker_messages
 from shmserve.protocol.batch_queue import BatchQueue, QueuedBatch
-from shmserve.protocol.messages import (
-    DEVICE,
-    OWNER_SHIFT,
-    Answer,
-    Fail,
-    FailHeld,
-    Failure,
-    Handle,
-    Map,
-    More,
-    Part,
-    Ping,
-    Released,
-    Reply,
-    Return,
-    Tensor,
-    Unmap,
-)
 from shmserve.protocol.work_items import work_items_of
-from shmserve.protocol.worker_messages import (
-    Done,
-    EndSequences,
-    Execute,
-    Expect,
-    LeaseLogged,
-    LeaseOver,
-    Lend,
-    Load,
-    Revoke,
-    Row,
-    Rows,
-    Started,
-    Stop,
-    Streamed,
-    Withdraw,
-    Withdrawn,
-    Work,
-)
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.lease import RECORDS, FakeLease
 from tests.support.core.fakes.tensors import in_columns, references
@@ -69,13 +33,13 @@ class FakeWorker:
         self.started: list[list[int]] = []
         self.arenas: dict[str, int] = {}
         self.next_offset = 0
-        self.out: Counter[Handle] = Counter()
+        self.out: Counter[messages.Handle] = Counter()
         self.stopping = self.dead = False
         self.again: list[int] = []
         """Requests of the running batch that must be run again."""
         self.ended: list[int | str] = []
         """Sequences whose end the broker has sent."""
-        self.streams: dict[int, Work] = {}
+        self.streams: dict[int, worker_messages.Work] = {}
         """Requests of a decoupled model whose last response has not been sent."""
         self.room: dict[int, int] = {}
         """Stream -> number of further responses that its caller has allowed."""
@@ -83,11 +47,11 @@ class FakeWorker:
         """Streams whose client has cancelled."""
         self.says: dict[str, str] = {}
         """Output -> its value in the next batch: a shape such as [2,3], true, false, or none."""
-        self.compute: Callable[[FakeWorker, Work], Row] | None = None
+        self.compute: Callable[[FakeWorker, worker_messages.Work], worker_messages.Row] | None = None
         """Computes the answer to a request, in tests that need one."""
         self.aliasing = False
         """The worker passes inputs on as outputs where permitted, without copying."""
-        self.passes: dict[str, Handle] = {}
+        self.passes: dict[str, messages.Handle] = {}
         """Outputs of the next answer that were made by another model."""
         self.caller: FakeClient | None = None
         """The worker as a client, for calls of its model."""
@@ -100,7 +64,7 @@ class FakeWorker:
         self.lease: FakeLease | None = None
         self.leased = 0
         """Number of requests recorded in logs of leases."""
-        self.expected: dict[int, Expect] = {}
+        self.expected: dict[int, worker_messages.Expect] = {}
         """Request -> the outputs to compare with."""
         self.differs: set[str] = set()
         """Outputs that are reported as different."""
@@ -115,57 +79,61 @@ class FakeWorker:
         """Reads messages: all, or the first `count`; none while it runs a leased request."""
         if self.lease is not None and self.lease.running is not None:
             return
-        messages, self.inbox = self.inbox[:count], self.inbox[len(self.inbox[:count]) :]
-        for message in messages:
+        received = self.inbox[:count]
+        del self.inbox[: len(received)]
+        for message in received:
             self.take(message)
 
     def take(self, message: Any) -> None:
-        if isinstance(message, Execute):
+        if isinstance(message, worker_messages.Execute):
             self._execute(message)
-        elif isinstance(message, Expect):
+        elif isinstance(message, worker_messages.Expect):
             for handle in references(message.outputs):
                 own = handle.segment in self.arenas.values()
                 assert own or handle.segment in self.mapped, f"{self.name} was never told of segment {handle.segment}"
             self.expected[message.request] = message
-        elif isinstance(message, Withdraw):
+        elif isinstance(message, worker_messages.Withdraw):
             self._withdraw(message)
-        elif isinstance(message, Map):
+        elif isinstance(message, messages.Map):
             assert message.segment not in self.mapped, f"segment {message.segment} was announced twice to {self.name}"
             assert message.segment not in self.arenas.values(), f"{self.name} was told of a segment of its own"
             self.mapped.add(message.segment)
-        elif isinstance(message, Unmap):
+        elif isinstance(message, messages.Unmap):
             assert message.segment in self.mapped
             assert message.segment not in self.needed(), f"{self.name} still needs segment {message.segment}"
             holds = self.caller.holds if self.caller is not None else ()
             assert not [handle for handle in holds if handle.segment == message.segment]
             self.mapped.discard(message.segment)
-        elif isinstance(message, (Reply, Part, Fail, FailHeld, Released, Answer)):
+        elif isinstance(
+            message,
+            (messages.Reply, messages.Part, messages.Fail, messages.FailHeld, messages.Released, messages.Answer),
+        ):
             assert self.caller is not None, f"{self.name} was answered, and has not asked: {message}"
             self.caller.receive(message)
-        elif isinstance(message, Return):
+        elif isinstance(message, messages.Return):
             for handle in message.handles:
                 assert self.out[handle] == 1, f"{self.name} got back {handle}, which is not out"
                 del self.out[handle]
-        elif isinstance(message, EndSequences):
+        elif isinstance(message, worker_messages.EndSequences):
             assert self.policy.sequence is not None
             self.ended += message.sequences
-        elif isinstance(message, More):
+        elif isinstance(message, messages.More):
             assert self.policy.decoupled, f"{self.name} was told that more may come of a request with one answer"
             self.room[message.request] = self.room.get(message.request, 0) + message.count
-        elif isinstance(message, Stop):
+        elif isinstance(message, worker_messages.Stop):
             self.stopping = True
             self.end_lease(0)
-        elif isinstance(message, Lend):
+        elif isinstance(message, worker_messages.Lend):
             assert self.lease is None, f"{self.name} is lent twice"
             assert self.running is None
             assert not len(self.waiting), f"{self.name} is lent and has work"
             self.lease = self.offered.pop(message.lease)
-        elif isinstance(message, Revoke):
+        elif isinstance(message, worker_messages.Revoke):
             if self.lease is None or self.lease.number != message.lease:
-                self.outbox.append(LeaseOver(message.lease))
+                self.outbox.append(worker_messages.LeaseOver(message.lease))
             self.end_lease(message.lease)
         else:
-            assert isinstance(message, (Ping, Load)), message
+            assert isinstance(message, (messages.Ping, worker_messages.Load)), message
 
     def needed(self) -> set[int]:
         running = (
@@ -178,7 +146,7 @@ class FakeWorker:
             found |= {handle.segment for handle in references(order.outputs) if number in numbers}
         return found | {w.place.segment for work in work_items for w in work.outputs or () if w.place is not None}
 
-    def _execute(self, order: Execute) -> None:
+    def _execute(self, order: worker_messages.Execute) -> None:
         assert self.lease is None, f"{self.name} is lent and gets a batch"
         for work in work_items_of(order):
             for handle in references(work.inputs):
@@ -188,10 +156,10 @@ class FakeWorker:
                 assert wanted.place is None or wanted.place.segment in self.mapped
         self.waiting.add(order)
 
-    def _withdraw(self, order: Withdraw) -> None:
+    def _withdraw(self, order: worker_messages.Withdraw) -> None:
         if not order.recalled:
             self.cancelled |= self.streams.keys() & set(order.requests)
-        self.outbox.append(Withdrawn(self.waiting.withdraw(order.requests)))
+        self.outbox.append(worker_messages.Withdrawn(self.waiting.withdraw(order.requests)))
 
     # ------------------------------------------------------------------------------------ batches
 
@@ -214,7 +182,7 @@ class FakeWorker:
         """If nothing runs, starts the waiting batch, and reports that if required."""
         batch = self.take_up() if self.running is None else None
         if batch is not None and batch.open:
-            self.outbox.append(Started(batch.number, batch.through))
+            self.outbox.append(worker_messages.Started(batch.number, batch.through))
         return batch
 
     def _open(self, batch: QueuedBatch) -> None:
@@ -240,12 +208,12 @@ class FakeWorker:
         request = lease.running
         assert request is not None
         rows = request.inputs[0].shape[0] if self.policy.max_batch else 0
-        row = self.answer_row(Work(0, rows, request.inputs, None, ""), error)
+        row = self.answer_row(worker_messages.Work(0, rows, request.inputs, None, ""), error)
         lease.record(row, rows, lease.since, now)
         self.leased += 1
         unread = len(lease.records)
         if unread == RECORDS // 2:
-            self.outbox.append(LeaseLogged(lease.number))
+            self.outbox.append(worker_messages.LeaseLogged(lease.number))
         if answer:
             lease.answer(row)
             if unread >= RECORDS:
@@ -271,7 +239,7 @@ class FakeWorker:
         assert lease is not None
         lease.worker_open = False
         lease.requests.clear()
-        self.outbox.append(LeaseOver(lease.number))
+        self.outbox.append(worker_messages.LeaseOver(lease.number))
 
     def _verify(self, batch: QueuedBatch) -> None:
         """Asserts what a model may rely on."""
@@ -319,10 +287,10 @@ class FakeWorker:
             self._close(request)
         rows = tuple(self.answer_row(work, error) for work in answered)
         if rows_first:
-            self.outbox.append(Rows(done.number, rows[:rows_first]))
+            self.outbox.append(worker_messages.Rows(done.number, rows[:rows_first]))
         following = self.take_up()
         times = (now - took, now - took, now, now)
-        message = Done(done.number, rows[rows_first:], times, again=again)
+        message = worker_messages.Done(done.number, rows[rows_first:], times, again=again)
         if self.in_columns and done.number % 3:
             message.columns = in_columns(message.rows)
             if message.columns is not None:
@@ -333,18 +301,18 @@ class FakeWorker:
 
     def part(
         self, request: int, last: bool = False, empty: bool = False, error: tuple[str, str] | None = None
-    ) -> Streamed:
+    ) -> worker_messages.Streamed:
         """Sends one response to an open request, while its batch runs or later."""
         work = self.streams[request]
         last = last or error is not None
-        row = Row(request, ()) if empty and error is None else self.answer_row(work, error)
+        row = worker_messages.Row(request, ()) if empty and error is None else self.answer_row(work, error)
         row.more = not last
         if row.more or row.outputs:
             assert self.room[request] > 0, f"{self.name} has no room for an answer to {request}"
             self.room[request] -= 1
         if last:
             self._close(request)
-        said = Streamed((row,))
+        said = worker_messages.Streamed((row,))
         self.outbox.append(said)
         return said
 
@@ -358,14 +326,14 @@ class FakeWorker:
         for request in list(self.streams):
             self.part(request, error=("UNAVAILABLE", "the model is being unloaded"))
 
-    def answer_row(self, work: Work, error: tuple[str, str] | None) -> Row:
+    def answer_row(self, work: worker_messages.Work, error: tuple[str, str] | None) -> worker_messages.Row:
         expected = self.expected.pop(work.request, None)
         if error is not None:
-            return Row(work.request, (), Failure(*error))
+            return worker_messages.Row(work.request, (), messages.Failure(*error))
         if expected is not None:
             different = [tensor.name for tensor in expected.outputs if tensor.name in self.differs]
             report = {"output": different[0], "difference": "by 7 %"} if different else {}
-            return Row(work.request, (), None, {"equal": not different, **report})
+            return worker_messages.Row(work.request, (), None, {"equal": not different, **report})
         if self.compute is not None:
             return self.compute(self, work)
         places = {wanted.name: wanted.place for wanted in work.outputs or ()}
@@ -385,32 +353,32 @@ class FakeWorker:
                 data: Any = (self.passes.pop(name),)
                 shape = (data[0].size // 4,)
             elif place is not None:
-                data = (Handle(place.segment, place.offset, size),)
+                data = (messages.Handle(place.segment, place.offset, size),)
             elif self.aliasing and work.aliases and (same := self._same(work, dtypes[name])) is not None:
                 shape, data = same.shape, same.data
             elif (name in self.large and size) or (size > 1 and not work.inline):
                 data = (self.allocate(work.audience, size),)
             else:
                 data = bytes([said == "true"]) * size
-            tensors.append(Tensor(name, dtypes[name], shape, data))
-        return Row(work.request, tuple(tensors))
+            tensors.append(messages.Tensor(name, dtypes[name], shape, data))
+        return worker_messages.Row(work.request, tuple(tensors))
 
-    def _same(self, work: Work, dtype: str) -> Tensor | None:
+    def _same(self, work: worker_messages.Work, dtype: str) -> messages.Tensor | None:
         """An input of this type that may be passed on as an output: in shared memory of another process, not of the
         broker."""
         for tensor in work.inputs:
             if tensor.dtype == dtype and isinstance(tensor.data, tuple):
-                if all(part.segment >> OWNER_SHIFT not in (0, self.peer) for part in tensor.data):
+                if all(part.segment >> messages.OWNER_SHIFT not in (0, self.peer) for part in tensor.data):
                     return tensor
         return None
 
-    def allocate(self, audience: str, size: int) -> Handle:
+    def allocate(self, audience: str, size: int) -> messages.Handle:
         segment = self.arenas.get(audience)
         if segment is None:
-            segment = self.arenas[audience] = (self.peer << OWNER_SHIFT) + 1 + len(self.arenas)
-            name = f"{DEVICE}of {self.name}" if self.on_gpu and audience == "internal" else None
-            self.outbox.append(Map(segment, SEGMENT_BYTES, name, audience))
-        handle = Handle(segment, self.next_offset, size)
+            segment = self.arenas[audience] = (self.peer << messages.OWNER_SHIFT) + 1 + len(self.arenas)
+            name = f"{messages.DEVICE}of {self.name}" if self.on_gpu and audience == "internal" else None
+            self.outbox.append(messages.Map(segment, SEGMENT_BYTES, name, audience))
+        handle = messages.Handle(segment, self.next_offset, size)
         self.next_offset += size
         self.out[handle] += 1
         return handle

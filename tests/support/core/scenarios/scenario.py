@@ -12,37 +12,8 @@ from shmserve.core import events
 from shmserve.core.models import scaling
 from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy
 from shmserve.core.stats.statistics import FailureKind
-from shmserve.protocol.messages import (
-    PROTOCOL,
-    Ask,
-    Bye,
-    Cancel,
-    Handle,
-    Hello,
-    Infer,
-    Map,
-    More,
-    Options,
-    Return,
-    Tensor,
-    Unmap,
-    Wanted,
-)
+from shmserve.protocol import messages, worker_messages
 from shmserve.protocol.roles import ALL_ROLES, FORWARD, ROLES
-from shmserve.protocol.worker_messages import (
-    Call,
-    Done,
-    LeaseLogged,
-    LeaseOver,
-    LoadFailed,
-    Prefilled,
-    Row,
-    Rows,
-    Started,
-    Streamed,
-    Unread,
-    Withdrawn,
-)
 from tests.support.core.calling import caller_of
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.lease import FakeLease
@@ -63,6 +34,28 @@ def size(text: str) -> int:
 def sequence_id(text: str) -> int | str:
     """A number if it is one, else a string."""
     return int(text) if text.lstrip("-").isdigit() else text
+
+
+def numbers(text: str) -> range:
+    """1-5, or 3 alone."""
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def failure_of(text: str) -> tuple[str, str] | None:
+    """CODE:text of an error, if any."""
+    code, _, said = text.partition(":")
+    return (code, said) if text else None
+
+
+def given_back(client: FakeClient, number: int) -> messages.Return:
+    """The message with which a client returns the answer to a request."""
+    answers = client.parts.get(number) or [client.answers[number]]
+    handles = tuple(handle for answer in answers for handle in references(answer.outputs))
+    for handle in handles:
+        if client.holds[handle]:
+            client.give_back(handle)
+    return messages.Return(handles)
 
 
 def _counts(pairs: Iterable[tuple[object, int]]) -> str:
@@ -93,7 +86,7 @@ class Scenario(Transcript):
         return None
 
     def do_model(self, name: str, *flags: str, **options: str) -> None:
-        """model m max_batch=8 preferred=2,6 delay=10s inputs=x:FP32:[-1] y:... levels=3 timeout=1s ordered ..."""
+        """model m max_batch=8 preferred=2,6 delay=10s inputs=x:FP32:[-1] y:... scale=1-3,up=50ms ordered ..."""
         policy = policy_of(name, flags, options)
         self.model = name
         if "memory" in options:
@@ -106,7 +99,8 @@ class Scenario(Transcript):
             self.resources[name] = tuple(resource_of(text) for text in options["resources"].split(","))
         self.turns[name] = int(options.get("turn", 1))
         if "scale" in options:
-            self.scale(name, options["scale"])
+            bounds, *delays = options["scale"].split(",")
+            self.do_scale(name, bounds, **dict(delay.split("=") for delay in delays))
         before = len(self.lines)
         self.deploy(policy, int(options.get("instances", 1)), options.get("large", ""), "unloaded" not in flags)
         if "unloaded" not in flags:  # keeps the start of workers out of the scenarios' output
@@ -141,9 +135,8 @@ class Scenario(Transcript):
     def do_infer(self, client: str, first: str, *flags: str, **options: str) -> list[Event]:
         """infer a 1 or infer a 1-5: requests of client a, with rows= shape= x= (the shape of x) fill= (each byte)
         without= at= payer= and so on, or with sequence=7, and with the flags `start` and `end`."""
-        start, _, end = first.partition("-")
         options |= dict.fromkeys(flags, "yes")
-        return [self._infer(self.named[client], number, options) for number in range(int(start), int(end or start) + 1)]
+        return [self._infer(self.named[client], number, options) for number in numbers(first)]
 
     def _infer(self, client: FakeClient, number: int, options: dict[str, str]) -> Event:
         message = self.make_infer(client, number, options)
@@ -153,11 +146,11 @@ class Scenario(Transcript):
             return client.peer, events.Framed(message, tuple(references(message.inputs)))
         return client.peer, message
 
-    def make_infer(self, client: FakeClient, number: int, options: dict[str, str]) -> Infer:
+    def make_infer(self, client: FakeClient, number: int, options: dict[str, str]) -> messages.Infer:
         model = options.get("model", self.model)
         versions = [policy for (name, _), policy in self.policies.items() if name == model.partition("@")[0]]
         inputs = [] if not versions else self._inputs(client, versions[0], options)
-        given = Options(
+        given = messages.Options(
             priority=int(options.get("priority", 0)),
             queue_timeout_us=nanoseconds(options.get("queue_timeout", "0s")) // 1000,
             sequence=sequence_id(options.get("sequence", "0")),
@@ -171,14 +164,14 @@ class Scenario(Transcript):
             outputs = tuple(self._wanted(text) for text in options["outputs"].split(","))
         timeout = nanoseconds(options.get("timeout", "0s")) // 1000
         version = int(options.get("version", 0))
-        sent = given if given != Options() else None
-        return Infer(number, model, version, tuple(inputs), outputs, timeout, sent, options.get("payer", ""))
+        sent = given if given != messages.Options() else None
+        return messages.Infer(number, model, version, tuple(inputs), outputs, timeout, sent, options.get("payer", ""))
 
-    def _wanted(self, text: str) -> Wanted:
+    def _wanted(self, text: str) -> messages.Wanted:
         name, _, place = text.partition("@")
-        return Wanted(name, Handle(self.segments[place].segment, 0, 64) if place else None)
+        return messages.Wanted(name, messages.Handle(self.segments[place].segment, 0, 64) if place else None)
 
-    def _inputs(self, client: FakeClient, policy: ModelPolicy, options: dict[str, str]) -> list[Tensor]:
+    def _inputs(self, client: FakeClient, policy: ModelPolicy, options: dict[str, str]) -> list[messages.Tensor]:
         rows = int(options.get("rows", 1))
         tail = [int(dim) for dim in options.get("shape", "1").split(",")]
         leave_out = options.get("without", "").split(",")
@@ -197,36 +190,34 @@ class Scenario(Transcript):
             data: Any = bytes([fill]) * size
             if "at" in options:
                 data = (self._place(client, options["at"], size),)
-            tensors.append(Tensor(spec.name, spec.dtype, shape, data))
+            tensors.append(messages.Tensor(spec.name, spec.dtype, shape, data))
         return tensors
 
-    def _place(self, client: FakeClient, text: str, size: int) -> Handle:
+    def _place(self, client: FakeClient, text: str, size: int) -> messages.Handle:
         """The handle for a client's text: `s` or `s+64` in its segment s; `reply 3` is the answer to request 3."""
         if text.startswith("reply"):
             number = int(text.removeprefix("reply"))
             return references(client.answers[number].outputs)[0]
         name, _, offset = text.partition("+")
         segment = self.segments[name].segment if name in self.segments else int(name)
-        return Handle(segment, int(offset or 0), size)
+        return messages.Handle(segment, int(offset or 0), size)
 
     def do_cancel(self, client: str, number: str) -> list[Event]:
-        return [(self.named[client].peer, Cancel(int(number)))]
+        return [(self.named[client].peer, messages.Cancel(int(number)))]
 
     def do_gone(self, client: str) -> list[Event]:
         self.named[client].leave()
         return [(0, events.Closed(self.named[client].peer))]
 
-    def do_ask(self, client: str, numbers: str, what: str, model: str = "") -> list[Event]:
+    def do_ask(self, client: str, asked: str, what: str, model: str = "") -> list[Event]:
         """ask a 1-9 metrics: queries of client a."""
-        first, _, last = numbers.partition("-")
-        who, asked = self.named[client], range(int(first), int(last or first) + 1)
-        for number in asked:
+        who = self.named[client]
+        for number in numbers(asked):
             if number not in who.open:
                 who.sends(number)
-        return [(who.peer, Ask(number, what, model)) for number in asked]
+        return [(who.peer, messages.Ask(number, what, model)) for number in numbers(asked)]
 
     def do_answered(self, client: str, number: str) -> list[Event]:
-        """The broker has answered this query."""
         self.named[client].open.remove(int(number))
         return [(0, events.Answered(self.named[client].peer, int(number)))]
 
@@ -241,11 +232,11 @@ class Scenario(Transcript):
         return [(self.named[client].peer, events.Garbled(int(number), "no message"))] * int(count)
 
     def do_bye(self, client: str) -> list[Event]:
-        return [(self.named[client].peer, Bye())]
+        return [(self.named[client].peer, messages.Bye())]
 
     def do_hello(self, client: str) -> list[Event]:
         """A second one."""
-        return [(self.named[client].peer, Hello(PROTOCOL, 1, client, "memfd"))]
+        return [(self.named[client].peer, messages.Hello(messages.PROTOCOL, 1, client, "memfd"))]
 
     def do_turn(self) -> None:
         """A turn that is due at once."""
@@ -267,29 +258,23 @@ class Scenario(Transcript):
         return [(owner.peer, message)]
 
     def do_unmap(self, client: str, name: str) -> list[Event]:
-        return [(self.named[client].peer, Unmap(self.segments[name].segment))]
+        return [(self.named[client].peer, messages.Unmap(self.segments[name].segment))]
 
     def do_return(self, client: str, number: str) -> list[Event]:
         """The client returns the answer to request `number`."""
         who = self.named[client]
-        answers = who.parts.get(int(number)) or [who.answers[int(number)]]
-        handles = tuple(handle for answer in answers for handle in references(answer.outputs))
-        for handle in handles:
-            if who.holds[handle]:
-                who.give_back(handle)
-        return [(who.peer, Return(handles))]
+        return [(who.peer, given_back(who, int(number)))]
 
     def do_done(self, name: str, took: str = "0s", rows: str = "0", error: str = "", **says: str) -> list[Event]:
         """done m_0, after took= with error= or with rows= reported before; flag=true y=[2,3] z=none: its outputs;
         again=a1: a request to run again."""
         worker = self.worker(name)
-        code, _, text = error.partition(":")
         if worker.peer not in self.slow_to:
             worker.read()
         again = says.pop("again", "").split(",")
         worker.again = [number for number in worker.started[-1] if self._label(number) in again]
         worker.says = says
-        worker.finish(self.now, nanoseconds(took), int(rows), (code, text) if error else None)
+        worker.finish(self.now, nanoseconds(took), int(rows), failure_of(error))
         done = worker.outbox[-1]
         if done.next:
             self.tell_start(worker)
@@ -305,7 +290,7 @@ class Scenario(Transcript):
         worker = self.worker(name)
         assert worker.running is not None
         (handle,) = references(worker.running.work_items[0].inputs)
-        worker.passes["y"] = Handle(handle.segment, handle.offset + handle.size, handle.size)
+        worker.passes["y"] = messages.Handle(handle.segment, handle.offset + handle.size, handle.size)
 
     def do_slow(self, name: str, *ways: str) -> None:
         """slow m_0 to, slow m_0 from: messages in that direction wait until `deliver`."""
@@ -338,16 +323,16 @@ class Scenario(Transcript):
         self.crash(self.worker(name), reason, loading_error)
 
     def do_load_failed(self, name: str, text: str) -> list[Event]:
-        return [(self.worker(name).peer, LoadFailed("MODEL_FAILED", text))]
+        return [(self.worker(name).peer, worker_messages.LoadFailed("MODEL_FAILED", text))]
 
     def do_say(self, name: str, what: str, number: str = "0") -> list[Event]:
         """A worker sends an invalid message."""
         said: dict[str, Any] = {
-            "started": Started(int(number), int(number)),
-            "done": Done(int(number), (), (0, 0, 0, 0)),
-            "rows": Rows(int(number), ()),
-            "part": Streamed((Row(int(number), ()),)),
-            "withdrawn": Withdrawn((int(number),)),
+            "started": worker_messages.Started(int(number), int(number)),
+            "done": worker_messages.Done(int(number), (), (0, 0, 0, 0)),
+            "rows": worker_messages.Rows(int(number), ()),
+            "part": worker_messages.Streamed((worker_messages.Row(int(number), ()),)),
+            "withdrawn": worker_messages.Withdrawn((int(number),)),
         }
         return [(self.worker(name).peer, said[what])]
 
@@ -364,8 +349,7 @@ class Scenario(Transcript):
         ]
 
     def do_own_segment(self) -> list[Event]:
-        """The broker's own arena."""
-        message = Map(1, 1 << 20)
+        message = messages.Map(1, 1 << 20)
         self.segments["broker"], self.segment_names[1] = message, "broker"
         return [(0, events.OwnSegment(message))]
 
@@ -373,7 +357,6 @@ class Scenario(Transcript):
         return [(0, events.Drain(nanoseconds(limit)))]
 
     def do_show(self, *what: str) -> None:
-        """Shows the model's counters, or the current state."""
         failed = self.core.state.models[self.model].failed
         if "change" in what:
             self.line(
@@ -422,12 +405,6 @@ class Scenario(Transcript):
                 self.line(f"{version.label} {version.state.value}{why}; {states}")
 
     # ------------------------------------------------------------------------------------ models
-
-    def scale(self, name: str, text: str) -> None:
-        """1-3,up=50ms,down=2s: bounds and delays of autoscaling."""
-        bounds, *more = text.split(",")
-        options = dict(word.split("=") for word in more)
-        self.scalings[name] = scaling_of(name, bounds, **options)
 
     def do_scale(self, name: str, bounds: str, up: str = "50ms", down: str = "2s") -> None:
         """scale m 1-3 up=50ms down=2s: the number of instances in the next deploy."""
@@ -492,17 +469,9 @@ class Scenario(Transcript):
         parts, shadows, names = (
             [pair.split(":") for pair in text.split(",") if pair] for text in (shares, shadow, aliases)
         )
-        return [
-            (
-                0,
-                events.SetTraffic(
-                    name,
-                    {int(version): int(percent) for version, percent in parts},
-                    {alias: int(version) or None for alias, version in names},
-                    shadow={int(version): int(percent) for version, percent in shadows},
-                ),
-            )
-        ]
+        wanted, shadowed = ({int(version): int(percent) for version, percent in one} for one in (parts, shadows))
+        named = {alias: int(version) or None for alias, version in names}
+        return [(0, events.SetTraffic(name, wanted, named, shadow=shadowed))]
 
     def do_differ(self, name: str, *outputs: str) -> None:
         """differ m_0~ y: from now on, this shadow reports the output as different."""
@@ -525,12 +494,11 @@ class Scenario(Transcript):
         worker = self.worker(name)
         if worker.peer not in self.slow_to:
             worker.read()
-        code, _, text = error.partition(":")
         worker.says = says
         request = next(number for number in worker.streams if self._label(number) == label)
         for index in range(int(count)):
             final = "last" in flags and index == int(count) - 1
-            worker.part(request, final, "empty" in flags, (code, text) if error else None)
+            worker.part(request, final, "empty" in flags, failure_of(error))
         return [] if worker.peer in self.slow_from else self.heard(worker)
 
     def do_unread(self, name: str, label: str) -> list[Event]:
@@ -538,20 +506,24 @@ class Scenario(Transcript):
         worker = self.worker(name)
         assert worker.running is not None
         return [
-            (worker.peer, Unread(next(w.request for w in worker.running.work_items if self._label(w.request) == label)))
+            (
+                worker.peer,
+                worker_messages.Unread(
+                    next(w.request for w in worker.running.work_items if self._label(w.request) == label)
+                ),
+            )
         ]
 
     def do_prefill(self, name: str, label: str, tokens: str) -> list[Event]:
         """prefill m_0 a1 120: the engine has computed the prompt of the request, which has 120 tokens."""
         number = next(number for number in self.worker(name).streams if self._label(number) == label)
-        return [(self.worker(name).peer, Prefilled(number, int(tokens)))]
+        return [(self.worker(name).peer, worker_messages.Prefilled(number, int(tokens)))]
 
     def do_more(self, client: str, number: str, count: str) -> list[Event]:
-        """The client allows this many more responses."""
         who = self.named[client]
         if int(number) in who.windows:
             who.windows[int(number)] += int(count)
-        return [(who.peer, More(int(number), int(count)))]
+        return [(who.peer, messages.More(int(number), int(count)))]
 
     # ------------------------------------------------------------------------------------ leases
 
@@ -560,11 +532,10 @@ class Scenario(Transcript):
         assert lease is not None, f"{name} is not leased"
         return lease
 
-    def do_alone(self, client: str, numbers: str, **options: str) -> None:
+    def do_alone(self, client: str, sent: str, **options: str) -> None:
         """alone a 1-17: requests that a sends one after the other; only what concerns leases is shown."""
-        first, _, last = numbers.partition("-")
         who, before = self.named[client], len(self.lines)
-        for number in range(int(first), int(last or first) + 1):
+        for number in numbers(sent):
             who.sends(number)
             self.turn([(who.peer, self.make_infer(who, number, options))])
             self.finish_running()
@@ -583,19 +554,17 @@ class Scenario(Transcript):
     def do_serve(self, name: str, *flags: str, took: str = "0s", error: str = "") -> None:
         """serve m_0 took=2ms: the worker runs and answers its leased request; `unanswered`: the request is recorded,
         but not answered."""
-        code, _, text = error.partition(":")
-        failure = (code, text) if error else None
-        self.worker(name).run_leased(self.now, nanoseconds(took), failure, "unanswered" not in flags)
+        self.worker(name).run_leased(self.now, nanoseconds(took), failure_of(error), "unanswered" not in flags)
 
     def do_logged(self, name: str) -> list[Event]:
         """The worker asks the broker to read the log of its lease."""
-        return [(self.worker(name).peer, LeaseLogged(self._lease_at(name).number))]
+        return [(self.worker(name).peer, worker_messages.LeaseLogged(self._lease_at(name).number))]
 
     def do_end_lease(self, name: str, *flags: str) -> list[Event]:
         """The worker ends its lease; `unfit`: it cannot be leased."""
         worker, lease = self.worker(name), self._lease_at(name)
         worker.lease, lease.worker_open = None, False
-        return [(worker.peer, LeaseOver(lease.number, "unfit" in flags))]
+        return [(worker.peer, worker_messages.LeaseOver(lease.number, "unfit" in flags))]
 
     def do_descriptors(self, *flags: str) -> None:
         """descriptors none: the broker cannot create sockets."""
@@ -624,20 +593,20 @@ class Scenario(Transcript):
         policy = next((policy for (known, _), policy in self.policies.items() if known == model), None)
         lead = (1,) if policy is not None and policy.max_batch else ()
         specs = policy.inputs if policy is not None else ()
-        inputs = tuple(Tensor(spec.name, spec.dtype, (*lead, size // 4), data) for spec in specs)
+        inputs = tuple(messages.Tensor(spec.name, spec.dtype, (*lead, size // 4), data) for spec in specs)
         outputs = None
         if "place" in options:
-            outputs = (Wanted("y", worker.allocate("internal", 64)),)
+            outputs = (messages.Wanted("y", worker.allocate("internal", 64)),)
         worker.outbox.append(
-            Call(
+            worker_messages.Call(
                 int(number), parent, model, int(options.get("version", 0)), inputs, outputs,
-                nanoseconds(options.get("timeout", "0s")) // 1000, Options(window=window) if window else None,
+                nanoseconds(options.get("timeout", "0s")) // 1000, messages.Options(window=window) if window else None,
                 "aside" not in flags,
             )
         )  # fmt: skip
         return [] if worker.peer in self.slow_from else self.heard(worker)
 
-    def _bytes_of(self, worker: FakeWorker, text: str, size: int, parent: int) -> tuple[Handle, ...]:
+    def _bytes_of(self, worker: FakeWorker, text: str, size: int, parent: int) -> tuple[messages.Handle, ...]:
         where, _, offset = text.partition("+")
         if where == "own":
             handle = worker.allocate("internal", size)
@@ -647,29 +616,23 @@ class Scenario(Transcript):
             whole = references(self.core.state.requests[parent].inputs)[0]
         else:
             whole = references(caller_of(worker).answers[int(where.removeprefix("reply"))].outputs)[0]
-        return (Handle(whole.segment, whole.offset + int(offset or 0), size),)
+        return (messages.Handle(whole.segment, whole.offset + int(offset or 0), size),)
 
     def do_take_back(self, name: str, number: str) -> list[Event]:
-        """The worker cancels its call."""
         worker = self.worker(name)
-        worker.outbox.append(Cancel(int(number)))
+        worker.outbox.append(messages.Cancel(int(number)))
         return self.heard(worker)
 
     def do_more_of(self, name: str, number: str, count: str) -> list[Event]:
         worker = self.worker(name)
         caller_of(worker).windows[int(number)] += int(count)
-        worker.outbox.append(More(int(number), int(count)))
+        worker.outbox.append(messages.More(int(number), int(count)))
         return self.heard(worker)
 
     def do_give_back(self, name: str, number: str) -> list[Event]:
         """The worker returns the handles in the answer to its call."""
-        worker, caller = self.worker(name), caller_of(self.worker(name))
-        answers = caller.parts.get(int(number)) or [caller.answers[int(number)]]
-        handles = tuple(handle for answer in answers for handle in references(answer.outputs))
-        for handle in handles:
-            if caller.holds[handle]:
-                caller.give_back(handle)
-        worker.outbox.append(Return(handles))
+        worker = self.worker(name)
+        worker.outbox.append(given_back(caller_of(worker), int(number)))
         return self.heard(worker)
 
     def do_pass_on(self, name: str, output: str, number: str, size: str = "") -> None:
@@ -677,7 +640,7 @@ class Scenario(Transcript):
         worker = self.worker(name)
         handle = references(caller_of(worker).answers[int(number)].outputs)[0]
         if size:
-            handle = Handle(handle.segment, handle.offset + handle.size - int(size), int(size))
+            handle = messages.Handle(handle.segment, handle.offset + handle.size - int(size), int(size))
         worker.passes[output] = handle
 
     def do_wants(self, name: str, what: str, model: str = "") -> list[Event]:
@@ -685,5 +648,5 @@ class Scenario(Transcript):
         worker = self.worker(name)
         number = 1000 + len(caller_of(worker).open)
         caller_of(worker).sends(number)
-        worker.outbox.append(Ask(number, what, model))
+        worker.outbox.append(messages.Ask(number, what, model))
         return self.heard(worker)

@@ -4,42 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.core.effects import (
-    Close,
-    Compose,
-    Drained,
-    Forget,
-    Free,
-    Kill,
-    Log,
-    Pause,
-    Query,
-    ReadLease,
-    Send,
-    Settled,
-    Spawn,
-    StartLease,
-)
+from shmserve.core import effects
 from shmserve.core.limits import Limits
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.state import WORKERS_FROM
-from shmserve.protocol.messages import (
-    Ask,
-    Fail,
-    FailHeld,
-    Goodbye,
-    LeaseEnd,
-    Map,
-    More,
-    Part,
-    Reclaim,
-    Released,
-    Reply,
-    ReplyHeld,
-    Return,
-    Unmap,
-    Welcome,
-)
+from shmserve.protocol import messages
 from shmserve.protocol.worker_messages import EndSequences, Execute, Expect, Revoke, Stop, Withdraw
 from tests.support.core.calling import caller_of
 from tests.support.core.fakes.client import FakeClient
@@ -67,7 +36,7 @@ class Transcript(World):
         self.lines: list[str] = []
         self.labels: dict[int, str] = {}
         self.named: dict[str, FakeClient] = {}
-        self.segments: dict[str, Map] = {}
+        self.segments: dict[str, messages.Map] = {}
         self.segment_names: dict[int, str] = {}
         self.leased_workers: dict[int, str] = {}
         """Lease -> the name of its worker."""
@@ -84,45 +53,45 @@ class Transcript(World):
             self.line(f"{kind} {label} {what}")
 
     def tell(self, effect: Any) -> None:
-        if isinstance(effect, Send):
+        if isinstance(effect, effects.Send):
             if effect.peer >= WORKERS_FROM:
                 self._tell_to_worker(effect.peer, effect.message)
             else:
                 self._tell_to_client(self.clients[effect.peer], effect.message)
-        elif isinstance(effect, Spawn):
+        elif isinstance(effect, effects.Spawn):
             self.line(f"spawn {self.name_of(effect)}")
-        elif isinstance(effect, Kill):
+        elif isinstance(effect, effects.Kill):
             self.line(f"kill {self.workers[effect.peer].name}: {effect.reason}")
-        elif isinstance(effect, Close):
+        elif isinstance(effect, effects.Close):
             self.line(f"close {self.clients[effect.peer].name}")
-        elif isinstance(effect, Pause):
+        elif isinstance(effect, effects.Pause):
             self.line(f"pause {self.clients[effect.peer].name} until {clock(effect.until - START)}")
-        elif isinstance(effect, Free):
+        elif isinstance(effect, effects.Free):
             self.line(f"free {plural(len(effect.handles), 'block')}")
-        elif isinstance(effect, Forget):
+        elif isinstance(effect, effects.Forget):
             self.line(f"forget {self._segment(effect.segment)}")
-        elif isinstance(effect, Log):
+        elif isinstance(effect, effects.Log):
             self.line(f"log {effect.level}: {effect.text}")
-        elif isinstance(effect, Query):
-            if isinstance(effect.ask, Ask):
+        elif isinstance(effect, effects.Query):
+            if isinstance(effect.ask, messages.Ask):
                 who = self.clients.get(effect.peer) or caller_of(self.workers[effect.peer])
                 self.line(f"query {who.name}{effect.ask.request} {effect.ask.what}")
-        elif isinstance(effect, Compose):
+        elif isinstance(effect, effects.Compose):
             self.line(
                 "compose " + " ".join(v.model for v in self.core.state.ensembles if v.compose_number == effect.number)
             )
-        elif isinstance(effect, Settled):
+        elif isinstance(effect, effects.Settled):
             self.line(f"settled {effect.operation}" + (f" {effect.code}: {effect.text}" if effect.code else ""))
-        elif isinstance(effect, StartLease):
+        elif isinstance(effect, effects.StartLease):
             name = self.leased_workers[effect.of_client.lease] = self.workers[effect.worker].name
             which = "" if effect.of_client.default else f", for version {effect.of_client.version} only"
             rows = plural(effect.of_client.rows, "row")
             self.line(f"lease {name} to {self.clients[effect.client].name}, up to {rows}{which}")
-        elif isinstance(effect, ReadLease):
+        elif isinstance(effect, effects.ReadLease):
             last = ", which has ended" if effect.final else ""
             self.line(f"read the log of the lease of {self.leased_workers[effect.lease]}{last}")
         else:
-            assert isinstance(effect, Drained)
+            assert isinstance(effect, effects.Drained)
             self.line("drained")
 
     def tell_start(self, worker: FakeWorker) -> None:
@@ -171,13 +140,13 @@ class Transcript(World):
             self.line(f"{verb} {name} {work_items} {rows}, {batch.reason.value}{stays}{more}")
         elif isinstance(message, Withdraw):
             self.line(f"withdraw {name} {self._set(message.requests)}")
-        elif isinstance(message, Map):
+        elif isinstance(message, messages.Map):
             self.line(f"map {self._segment(message.segment)} to {name}")
-        elif isinstance(message, Unmap):
+        elif isinstance(message, messages.Unmap):
             self.line(f"unmap {self._segment(message.segment)} at {name}")
-        elif isinstance(message, Return):
+        elif isinstance(message, messages.Return):
             self.line(f"return {plural(len(message.handles), 'block')} to {name}")
-        elif isinstance(message, More):
+        elif isinstance(message, messages.More):
             self.line(f"more {name} {self._label(message.request)} {message.count}")
         elif isinstance(message, EndSequences):
             self.line(f"end sequence {', '.join(map(str, message.sequences))} at {name}")
@@ -192,36 +161,35 @@ class Transcript(World):
 
     def _tell_to_client(self, client: FakeClient, message: Any) -> None:
         name = client.name
-        if isinstance(message, (Reply, Part)):
+        if isinstance(message, (messages.Reply, messages.Part)):
             handles = references(message.outputs)
             held = f", {plural(len(handles), 'block')}" if handles else ""
             held += " in frames" if held and client.outputs == "frames" else ""
             outputs = " ".join(tensor.name for tensor in message.outputs)
-            kind = "reply" if isinstance(message, Reply) else "last" if message.last else "part"
-            held += ", inputs held" if isinstance(message, ReplyHeld) else ""
+            kind = "reply" if isinstance(message, messages.Reply) else "last" if message.last else "part"
+            held += ", inputs held" if isinstance(message, messages.ReplyHeld) else ""
             told = "".join(f", {key} {value}" for key, value in (message.parameters or {}).items())
             self.reply(kind, f"{name}{message.request}", f"({outputs}){held}{told}")
-        elif isinstance(message, (Fail, FailHeld)):
-            kind = "fail" if isinstance(message, Fail) else "fail, inputs held,"
+        elif isinstance(message, (messages.Fail, messages.FailHeld)):
+            kind = "fail" if isinstance(message, messages.Fail) else "fail, inputs held,"
             self.line(f"{kind} {name}{message.request} {message.code}: {message.text}")
-        elif isinstance(message, Released):
+        elif isinstance(message, messages.Released):
             self.line(f"released {name}{message.request}")
-        elif isinstance(message, Map):
+        elif isinstance(message, messages.Map):
             self.line(f"map {self._segment(message.segment)} to {name}")
-        elif isinstance(message, Unmap):
+        elif isinstance(message, messages.Unmap):
             self.line(f"unmap {self._segment(message.segment)} at {name}")
-        elif isinstance(message, Goodbye):
+        elif isinstance(message, messages.Goodbye):
             self.line(f"goodbye {name} {message.code}: {message.text}")
-        elif isinstance(message, Reclaim):
+        elif isinstance(message, messages.Reclaim):
             self.line(f"reclaim {name}")
-        elif isinstance(message, LeaseEnd):
+        elif isinstance(message, messages.LeaseEnd):
             error = f", {message.error.code}: {message.error.text}" if message.error else ""
             self.line(f"lease of {self.leased_workers[message.lease]} ends for {name}{error}")
-        elif not isinstance(message, Welcome):
+        elif not isinstance(message, messages.Welcome):
             self.line(f"send {name} {type(message).__name__}")
 
     def sequences(self, version: Version) -> None:
-        """The location of each sequence."""
         assert version.service.sequence_slots is not None
         for sequence in version.service.sequence_slots.all():
             worker = self.workers.get(sequence.instance.peer) if sequence.instance is not None else None

@@ -49,7 +49,6 @@ class Pair:
         return Instance(backend, folder, model, owner=8)
 
     def fail(self, name: str, status: int = 1) -> None:
-        """The next call of this function of the runtime fails."""
         self.runtime.state.failures[name] = status
 
     @property

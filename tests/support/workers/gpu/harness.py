@@ -31,7 +31,6 @@ NAMES = ("cupy", "cupy.arrays", "cupy.cuda", "cupy.cuda.runtime", "tensorrt", "p
 
 @contextmanager
 def standins() -> Iterator[tuple[Any, Any]]:
-    """New stand-ins for the runtime of cupy and for tensorrt."""
     before = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
     sys.path.insert(0, str(STANDINS))
     try:
@@ -44,7 +43,6 @@ def standins() -> Iterator[tuple[Any, Any]]:
 
 
 def plan(folder: Path, tensors: Sequence[dict[str, Any]], ops: dict[str, Any], *profiles: Any, **more: Any) -> Path:
-    """Writes a plan for the stand-in."""
     path: Path = folder / "1" / more.pop("name", "model.plan")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"tensors": tensors, "ops": ops, "profiles": profiles or [{}], **more}))
