@@ -30,17 +30,22 @@ def queue(policy: BatchPolicy | None = None) -> RequestQueue[Any]:
     return RequestQueue(policy)
 
 
+def fill(waiting: RequestQueue[Any], client: int, names: range, cost: int = 1) -> list[Any]:
+    made = [request(client, cost, name=name) for name in names]
+    for each in made:
+        waiting.add(each)
+    return made
+
+
 def names(requests: list[Any]) -> list[int]:
     return [each.name for each in requests]
 
 
 def test_a_user_that_was_served_alone_gets_an_equal_share_afterwards() -> None:
     waiting = queue()
-    for name in range(100):
-        waiting.add(request(1, cost=8, name=name))
+    fill(waiting, 1, range(100), cost=8)
     waiting.take(50)
-    for name in range(1000, 1100):
-        waiting.add(request(5, cost=8, name=name))
+    fill(waiting, 5, range(1000, 1100), cost=8)
     assert sum(each.payer.user == "bob" for each in waiting.take(20)) == 10
 
 
@@ -60,12 +65,10 @@ def test_a_request_put_back_is_first_and_gives_its_user_no_further_precedence() 
     waiting = queue()
     waiting.add(request(1, cost=4, name=1))
     (early,) = waiting.take(1)
-    for name in range(100, 200):
-        waiting.add(request(5, name=name))
+    fill(waiting, 5, range(100, 200))
     waiting.take(50)
     waiting.put_back(early)
-    for name in range(2, 50):
-        waiting.add(request(1, name=name))
+    fill(waiting, 1, range(2, 50))
     assert waiting.take(1) == [early]
     assert sum(each.payer.user == "ann" for each in waiting.take(20)) == 10
 
@@ -73,14 +76,12 @@ def test_a_request_put_back_is_first_and_gives_its_user_no_further_precedence() 
 def test_a_user_who_keeps_an_instance_waiting_comes_after_others() -> None:
     """Although its requests were put back meanwhile."""
     waiting = queue()
-    for name in range(12):
-        waiting.add(request(1, name=name))
+    fill(waiting, 1, range(12))
     running, ahead = waiting.take(4), waiting.take(4)
     for each in reversed(ahead):
         waiting.put_back(each)
     waiting.charge(running[0], 2)
-    for name in range(100, 104):
-        waiting.add(request(5, name=name))
+    fill(waiting, 5, range(100, 104))
     assert names(waiting.take(3)) == [100, 101, 4]
 
 
@@ -113,11 +114,8 @@ def test_empty_levels_are_dropped_and_a_request_put_back_stays_first() -> None:
 def test_cancelled_requests_are_not_charged() -> None:
     """A client that sends a thousand requests and cancels 999 gets one turn, like another client's first request."""
     waiting = queue()
-    piled = [request(1, name=name) for name in range(1000)]
-    for each in piled:
-        waiting.add(each)
-    for name in range(50):
-        waiting.add(request(2, name=2000 + name))
+    piled = fill(waiting, 1, range(1000))
+    fill(waiting, 2, range(2000, 2050))
     for each in piled[:-1]:
         waiting.remove(each)
     assert 999 in names(waiting.in_order())[:2]
