@@ -65,17 +65,15 @@ def test_models_and_what_their_instances_run() -> None:
     (instance,) = loaded["instances"]
     assert (instance["batch_rows"], instance["waiting_rows"], instance["in_flight"]) == (1, 5, 1)
     assert (instance["memory_bytes"], instance["gpu_memory_bytes"], "last_words" in instance) == (1 << 20, 0, False)
-    world.now += 3 * MS
-    world.finish_running(took=2 * MS)
-    world.settle()
-    world.now += 5 * MS
-    world.finish_running(took=5 * MS)
-    world.settle()
+    for waits, took in ((3, 2), (5, 5)):
+        world.now += waits * MS
+        world.finish_running(took=took * MS)
+        world.settle()
     counters = ask(control_of(world))["models"][0]["counters"]
     assert counters == ask(control_of(world))["models"][0]["counters"], "a query changes no statistics"
     expected = {"success": 3, "failed": 0, "rows": 6, "batches": 2, "batch_rows": {"1": 1, "5": 1}}
-    assert {name: counters[name] for name in expected} == expected
-    assert (counters["request_ns"], counters["queue_ns"], counters["batch_ns"]) == (19 * MS, 7 * MS, 7 * MS)
+    expected |= {"request_ns": 19 * MS, "queue_ns": 7 * MS, "batch_ns": 7 * MS}
+    assert counters.items() > expected.items()
     assert sum(counters["reasons"].values()) == 2
     times = {int(bucket): count for bucket, count in counters["request_times"].items()}
     assert times == {(3 * MS).bit_length(): 1, (8 * MS).bit_length(): 2}
