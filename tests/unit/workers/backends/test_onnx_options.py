@@ -17,7 +17,6 @@ from shmserve.repo.config.schema import (
     ModelOptimizationPolicyGraph,
     ModelParameter,
 )
-from shmserve.repo.rules.onnx_options import PARAMETERS
 from shmserve.workers.backends.onnx.facts import engine_text
 from shmserve.workers.backends.onnx.options import SETTINGS, SessionPlan, plan
 from shmserve.workers.backends.onnx.providers import (
@@ -29,7 +28,6 @@ from shmserve.workers.backends.onnx.providers import (
     XNNPACK,
 )
 from shmserve.workers.process.device import device_of, visible_number
-from tests import ROOT
 from tests.support.cases import cases
 
 ALL = (TENSORRT, CUDA, OPENVINO, XNNPACK, DNNL, CPU)
@@ -302,8 +300,3 @@ ARENA = "/src/onnxruntime/core/bfc_arena.cc:360 void* onnxruntime::BFCArena::All
 )
 def test_error_texts_of_the_engine_are_shortened(text: str, expected: str) -> None:
     assert engine_text(RuntimeError(text)) == expected
-
-
-def test_the_page_has_each_parameter() -> None:
-    page = (ROOT / "docs" / "onnx.md").read_text()
-    assert all(f"`{key}`" in page for key in (*PARAMETERS, *SETTINGS))
