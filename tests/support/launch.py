@@ -32,13 +32,7 @@ class Launched:
     """A broker in its own process. `program`: Python code to run instead of `shmserve.broker.main`."""
 
     def __init__(
-        self,
-        repository: Path,
-        runtime_dir: Path,
-        *options: str,
-        wait: bool = True,
-        stdin: int = subprocess.DEVNULL,
-        program: str = "",
+        self, repository: Path, runtime_dir: Path, *options: str, stdin: int = subprocess.DEVNULL, program: str = ""
     ) -> None:
         self.runtime_dir = runtime_dir
         self.lane = str(runtime_dir / "lane.sock")
@@ -53,16 +47,10 @@ class Launched:
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(command, stdin=stdin, stdout=log, stderr=log, pass_fds=[writer])
         os.close(writer)
-        try:
-            if wait:
-                self._await_ready(reader)
-        finally:
-            os.close(reader)
-
-    def _await_ready(self, reader: int) -> None:
-        if not select.select([reader], [], [], PATIENCE_S)[0] or os.read(reader, 16) != b"READY\n":
-            self.kill()
-            raise AssertionError(f"the broker did not become ready:\n{self.log}")
+        with open(reader, "rb", 0) as report:
+            if not select.select([report], [], [], PATIENCE_S)[0] or report.read(16) != b"READY\n":
+                self.kill()
+                raise AssertionError(f"the broker did not become ready:\n{self.log}")
 
     @property
     def log(self) -> str:

@@ -227,12 +227,12 @@ def picture(colour: str) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def openai_client(address: str, token: str = "none", **more: Any) -> Any:
+def openai_client(address: str, **more: Any) -> Any:
     """OpenAI's own client, for the endpoint at this address. With an `http_client` it uses TLS."""
     import openai
 
     url = f"{'https' if 'http_client' in more else 'http'}://{address}/v1"
-    return openai.OpenAI(base_url=url, api_key=token, max_retries=0, timeout=PATIENCE_S, **more)
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S, **more)
 
 
 class LanguageModels(NamedTuple):

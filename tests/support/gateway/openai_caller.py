@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +13,10 @@ from tests.support.manual_loop import ManualLoop
 
 
 class OpenAiCaller:
-    """`room`: the number of requests that may be in flight. `sending`: called after each that was sent."""
+    """`room`: the number of requests that may be in flight."""
 
-    def __init__(self, room: int = 1000, sending: Callable[[], None] = lambda: None) -> None:
-        self.room, self.sending = room, sending
+    def __init__(self, room: int = 1000) -> None:
+        self.room = room
         self.head = SimpleNamespace(token="", forwarded=None)
         self.writable = True
         self.sent: list[bytes] = []
@@ -77,7 +76,6 @@ class OpenAiCaller:
         if not hasattr(ticket, "ended"):  # it expects one response
             ticket.check_reply_with(None)
         self.tickets.append(ticket)
-        self.sending()
 
     def next_part(self, ticket: Any) -> Any:
         self.handed += 1

@@ -59,13 +59,12 @@ class Rpcs:
         self.channel.close()
 
 
-def infer_request(model: str, inputs: dict[str, tuple[str, Any, bytes]], raw: bool = True, **more: Any) -> Any:
+def infer_request(model: str, inputs: dict[str, tuple[str, Any, bytes]], **more: Any) -> Any:
     """`inputs`: name -> data-type, array, and its bytes. `more`: fields of the request; parameters as plain values."""
     made = message("ModelInferRequest", model_name=model, **{key: more[key] for key in more if key != "parameters"})
     for name, (dtype, array, data) in inputs.items():
         made.inputs.add(name=name, datatype=dtype, shape=np.shape(array))
-        if raw:
-            made.raw_input_contents.append(data)
+        made.raw_input_contents.append(data)
     for name, value in more.get("parameters", {}).items():
         parameter(made.parameters[name], value)
     return made

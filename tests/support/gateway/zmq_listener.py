@@ -30,14 +30,7 @@ class ListenerThread:
     """Clients with keys: `alice` has all roles, `bob` the role infer, `olga` observe, and `eve` is not in the key
     file."""
 
-    def __init__(
-        self,
-        folder: Path,
-        url: str,
-        limits: ZmqLimits = LIMITS,
-        address: str = "tcp://127.0.0.1:0",
-        exit_timeout_s: float = 5.0,
-    ) -> None:
+    def __init__(self, folder: Path, url: str, address: str = "tcp://127.0.0.1:0", exit_timeout_s: float = 5.0) -> None:
         self.folder = folder
         self.server_key, self.server_public = folder / "server.key", folder / "server.pub"
         if not self.server_key.exists():
@@ -48,7 +41,6 @@ class ListenerThread:
         self.write_keys("alice", "bob", "olga")
         self._url = url
         self._address = address
-        self._limits = limits
         self._exit_timeout_s = exit_timeout_s
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), name="zmq-listener")
@@ -66,9 +58,7 @@ class ListenerThread:
         self._stop = asyncio.Event()
         link = GatewayLink(self._url, None, "gateway", 1 << 28)
         link.bind()
-        self.listener = ZmqTcpListener(
-            link, self._limits, read_pair(self.server_key), KeyFile(str(self.folder / "keys"))
-        )
+        self.listener = ZmqTcpListener(link, LIMITS, read_pair(self.server_key), KeyFile(str(self.folder / "keys")))
         self.url = f"tcp://127.0.0.1:{self.listener.open(self._address)}"
         self._ready.set()
         await self._stop.wait()

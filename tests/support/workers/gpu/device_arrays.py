@@ -16,7 +16,7 @@ class Foreign:
     """An array of a library, somewhere in its pool, written in one of its streams: its values exist only after waiting
     for the stream."""
 
-    def __init__(self, runtime: Any, array: Array, offset: int = 512, version: int = 3) -> None:
+    def __init__(self, runtime: Any, array: Array, offset: int = 512) -> None:
         self._runtime = runtime
         self.pool = runtime.malloc(array.nbytes + offset)
         self.stream = runtime.streamCreateWithFlags(1)
@@ -27,10 +27,9 @@ class Foreign:
             "shape": array.shape,
             "typestr": array.dtype.str,
             "data": (address, False),
-            "version": version,
+            "version": 3,
+            "stream": self.stream,
         }
-        if version >= 3:
-            self.__cuda_array_interface__["stream"] = self.stream
 
     def read(self) -> Array:
         """The current values."""

@@ -53,13 +53,13 @@ def tensor(mode: str, name: str, shape: Sequence[int], dtype: str = "FLOAT", **m
     return {"name": name, "mode": mode.upper(), "dtype": dtype, "shape": list(shape), **more}
 
 
-def adder(folder: Path, width: int = 4, low: int = 1, best: int = 4, high: int = 8, **more: Any) -> Path:
-    """y = x + 1, batches of `low` to `high` rows."""
+def adder(folder: Path, width: int = 4, high: int = 8, **more: Any) -> Path:
+    """y = x + 1, batches of 1 to `high` rows."""
     return plan(
         folder,
         [tensor("input", "x", [-1, width]), tensor("output", "y", [-1, width])],
         {"y": ["add", "x", 1]},
-        {"x": [[low, width], [best, width], [high, width]]},
+        {"x": [[1, width], [4, width], [high, width]]},
         **more,
     )
 

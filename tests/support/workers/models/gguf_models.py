@@ -117,9 +117,9 @@ def _adapter() -> dict[str, Any]:
     }
 
 
-def write_projector(path: Path, *, width: int = 64, layers: int = 2) -> Path:
-    """The part of a model of this width that sees images, as a CLIP network."""
-    vision, random = VISION_WIDTH, np.random.default_rng(1)
+def write_projector(path: Path) -> Path:
+    """The part of a model of the usual width that sees images, as a CLIP network."""
+    width, layers, vision, random = 64, 2, VISION_WIDTH, np.random.default_rng(1)
     sizes = {
         "image_size": IMAGE_SIDE, "patch_size": PATCH_SIDE, "embedding_length": vision, "block_count": layers,
         "feed_forward_length": 2 * vision, "attention.head_count": HEADS, "projection_dim": width,
