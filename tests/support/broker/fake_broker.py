@@ -191,12 +191,6 @@ def hold(broker: FakeBroker, peer: Peer, infer: messages.Infer, frames: list[byt
     broker.parked.put((peer, infer, frames))
 
 
-def held(broker: FakeBroker, peer: Peer, infer: messages.Infer, frames: list[bytes]) -> None:
-    """Fails, while a worker still reads the inputs."""
-    peer.send(messages.FailHeld(infer.request, "QUEUE_TIMEOUT", "it waited for too long"))
-    broker.parked.put((peer, infer, frames))
-
-
 def die(broker: FakeBroker, peer: Peer, infer: messages.Infer, frames: list[bytes]) -> None:
     """Ends the connection; the second attempt is answered."""
     if broker.deaths:
@@ -216,7 +210,7 @@ def parts(broker: FakeBroker, peer: Peer, infer: messages.Infer, frames: list[by
     peer.streams[infer.request].proceed()
 
 
-MODELS: dict[str, Behaviour] = {model.__name__: model for model in (echo, rows, hold, held, die, garble, parts)}
+MODELS: dict[str, Behaviour] = {model.__name__: model for model in (echo, rows, hold, die, garble, parts)}
 
 
 ECHOED = [
