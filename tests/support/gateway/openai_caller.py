@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,9 @@ from tests.support.manual_loop import ManualLoop
 
 
 class OpenAiCaller:
-    """`room`: the number of requests that may be in flight."""
+    """`room`: the number of requests that may be in flight. `sending`: called after each that was sent."""
+
+    sending: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, room: int = 1000) -> None:
         self.room = room
@@ -76,6 +79,7 @@ class OpenAiCaller:
         if not hasattr(ticket, "ended"):  # it expects one response
             ticket.check_reply_with(None)
         self.tickets.append(ticket)
+        self.sending()
 
     def next_part(self, ticket: Any) -> Any:
         self.handed += 1
