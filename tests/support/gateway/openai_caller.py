@@ -20,6 +20,8 @@ class OpenAiCaller:
 
     def __init__(self, room: int = 1000) -> None:
         self.room = room
+        self.sending: Callable[[], None] = lambda: None
+        """Called after each request that was sent."""
         self.head = SimpleNamespace(token="", forwarded=None)
         self.writable = True
         self.sent: list[bytes] = []
