@@ -7,7 +7,8 @@ from enum import Enum
 import pytest
 
 from shmserve.core.ledger import Ledger
-from shmserve.core.records import ClientState, Request, Version
+from shmserve.core.policy import InstanceSpec
+from shmserve.core.records import ClientState, Instance, Request, Version
 from shmserve.core.service.form import Reason
 from shmserve.core.states import (
     MOVES,
@@ -30,6 +31,10 @@ def test_an_illegal_transition_is_refused_and_describes_the_object() -> None:
     with pytest.raises(IllegalMove, match=r"request 42: ENDED -> SENT is not a legal transition; details: .*2 rows"):
         request.move(RequestState.SENT)
     assert request.state is RequestState.ENDED
+    instance = Instance(InstanceSpec("m_0"), peer=9, deaths=2, reason="signal SIGSEGV")
+    instance.state = InstanceState.STOPPED
+    with pytest.raises(IllegalMove, match=r"instance m_0: .* 2 deaths in a row, last reason signal SIGSEGV"):
+        instance.move(InstanceState.READY)
 
 
 @pytest.mark.parametrize("kind", [RequestState, BatchState, InstanceState, VersionState, SequenceState])
