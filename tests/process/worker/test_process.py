@@ -20,6 +20,7 @@ from shmserve.repo.config.schema import ModelConfig, encode_config
 from shmserve.shm.extents import memfd
 from shmserve.workers.process.exit_codes import Exit
 from tests.support.patience import PATIENCE_S
+from tests.support.system.huge_pages import supported
 from tests.support.workers.models.worker_models import python_model
 from tests.support.workers.worker_harness import (
     CLIENT,
@@ -87,6 +88,24 @@ class TritonPythonModel:
 """
 
 
+WEIGHTS = """\
+import re
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.weights = np.ones(12 << 20, np.uint8)
+
+    def execute(self, requests):
+        huge = re.search("AnonHugePages: *([0-9]+)", open("/proc/self/smaps_rollup").read())[1]
+        y = np.full((1, 2), int(huge) / 1024, np.float32)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", y)]) for _ in requests]
+"""
+
+
 def reporter(folder: Path) -> ModelConfig:
     python_model(folder, REPORTER)
     return config("python", *XY, max_batch=4)
@@ -129,6 +148,15 @@ def test_large_temporary_arrays_of_a_model_reuse_their_memory(tmp_path: Path) ->
     with running(config("python", *XY, max_batch=4), tmp_path) as worker:
         faults = [float(worker.value(worker.run(work(number, X))[0])[0, 0]) for number in range(1, 5)]
     assert max(faults[1:]) < 100 < faults[0], faults
+
+
+def test_the_weights_of_a_model_lie_on_huge_pages(tmp_path: Path) -> None:
+    if not supported():
+        pytest.skip("no transparent huge pages, or Linux before 6.1")
+    python_model(tmp_path, WEIGHTS)
+    with running(config("python", *XY, max_batch=4), tmp_path) as worker:
+        (row,) = worker.run(work(1, X))
+        assert worker.value(row)[0, 0] >= 8
 
 
 def test_sigterm_and_sigint_are_ignored(shared: WorkerProcess) -> None:

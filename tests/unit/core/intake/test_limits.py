@@ -181,7 +181,7 @@ def test_timers_in_use_are_not_swept_each_time(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_every_limit_has_its_test() -> None:
-    """The other limits are tested in test_overrides.py, tests/process/server/test_broker.py, and test_turns.py."""
+    """The other limits are tested in test_overrides.py and test_turns.py."""
     tests = [Path(__file__).read_text(), *(path.read_text() for path in (ROOT / "tests" / "scenarios").glob("*.txt"))]
     for row in NAMED:
         elsewhere = row.name in ("override_bytes", "client_outbox_bytes", "outbox_bytes")

@@ -1,0 +1,53 @@
+"""Moves memory that a process keeps to huge pages.
+
+A model whose weights lie on small pages reads thousands of them in each run, which evicts the translations of all other
+memory from the processor. By itself, the kernel uses huge pages only for memory for which a library asks for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
+COLLAPSE = 25
+"""MADV_COLLAPSE, since Linux 6.1."""
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_KEPT = 1 << 63 | 1 << 56
+"""Flags of /proc/self/pagemap: the page is in memory, and belongs to this process alone."""
+_library = ctypes.CDLL(None, use_errno=True)
+
+
+def use_huge_pages(limit: int) -> int:
+    """Moves private memory of this process, up to `limit` bytes. Takes no memory: leaves out what is not in use, or is
+    shared with a process that was forked. Returns the bytes that are on huge pages; 0 if the kernel cannot do this, or
+    the administrator has disabled it."""
+    moved = 0
+    try:
+        size = int((SETTINGS / "hpage_pmd_size").read_text())
+        if "[never]" in (SETTINGS / "enabled").read_text():
+            return 0
+        for address in _kept(size):
+            if moved + size > limit or _library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), COLLAPSE):
+                break
+            moved += size
+    except OSError:  # no huge pages, or /proc is not readable
+        return 0
+    return moved
+
+
+def _kept(size: int) -> Iterator[int]:
+    """The addresses of ranges of this size of which the process keeps all pages, and shares none."""
+    with open("/proc/self/maps") as maps, open("/proc/self/pagemap", "rb", buffering=0) as pages:
+        for line in maps.readlines():
+            span, access, _, _, inode, *_ = line.split(None, 5)
+            if inode != "0" or access != "rw-p":
+                continue
+            begin, end = (int(text, 16) for text in span.split("-"))
+            for address in range(-(-begin // size) * size, end - size + 1, size):
+                entries = array("Q", os.pread(pages.fileno(), size // _PAGE * 8, address // _PAGE * 8))
+                if all(entry & _KEPT == _KEPT for entry in entries):
+                    yield address

@@ -1,0 +1,50 @@
+"""Memory that moves to huge pages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.system.huge_pages import supported
+
+PROGRAM = """\
+import mmap, os, re
+from pathlib import Path
+from shmserve.system.huge_pages import use_huge_pages
+
+MIB = 1 << 20
+
+def mapped(pages):
+    memory = mmap.mmap(-1, 12 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for at in range(0, 12 * MIB, pages * 4096):
+        memory[at] = 1
+    return memory
+
+def huge():
+    return int(re.search("AnonHugePages: *([0-9]+)", Path("/proc/self/smaps_rollup").read_text())[1]) // 1024
+
+before = use_huge_pages(1 << 40)
+sparse = mapped(2)
+print(use_huge_pages(1 << 40) - before)
+kept = mapped(1)
+reader, writer = os.pipe()
+child = os.fork()
+if not child:
+    os.close(writer)
+    os.read(reader, 1)
+    os._exit(0)
+print(use_huge_pages(1 << 40) - before)
+os.close(writer)
+os.waitpid(child, 0)
+print(use_huge_pages(before + 4 * MIB) - before, huge() * MIB - before)
+print(use_huge_pages(1 << 40) - before >= 8 * MIB, all(kept[at] for at in range(0, 12 * MIB, 4096)))
+"""
+
+
+def test_only_memory_that_is_in_use_and_not_shared_moves() -> None:
+    if not supported():
+        pytest.skip("no transparent huge pages, or Linux before 6.1")
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "0", str(4 << 20), str(4 << 20), "True", "True"]
