@@ -196,7 +196,7 @@ def test_a_helper_that_cannot_be_started_is_started_later(
     loop.fire()
     assert (len(pids), started) == (1, [True])
     helper.close()
-    assert descriptors() == before
+    assert (descriptors(), loop.readers, pids) == (before, {}, set())
 
 
 @pytest.mark.parametrize("call", ["socket.socketpair", "subprocess.Popen"])
