@@ -177,6 +177,9 @@ def _check_memory(state: State) -> None:
     """The books of the ledger balance: the pins of blocks and the uses of segments are those of requests in flight, of
     ensemble runs and of cache entries, and no others."""
     ledger = state.ledger
+    for client in state.clients.values():  # a model that calls others may be given its own memory
+        own = [place for place in client.holds if ledger.segments[place[0]].owner == client.number]
+        assert not own, f"client {client.number} holds memory of its own: {own}"
     pins: Counter[Place] = Counter()
     uses: Counter[int] = Counter()
 
