@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from shmserve.protocol.messages import Options, Tensor
-from shmserve.protocol.worker_messages import Row, Work
+from shmserve.protocol.worker_messages import BUFFER_BYTES, Row, Work
 from shmserve.workers.backends.native.server_calls import ServerCalls
 from shmserve.workers.model_calls.answer import Response, triton_number
 from shmserve.workers.model_calls.calls import OutgoingCalls
@@ -23,6 +23,7 @@ from shmserve.workers.model_calls.pending import CallResponse, Pending
 from shmserve.workers.model_calls.probes import ReadinessCalls
 from shmserve.workers.model_calls.responses import OpenResponses
 from shmserve.workers.model_calls.stream import ResponseSender
+from tests.support.patience import PATIENCE_S
 
 WINDOW = 2
 
@@ -102,13 +103,36 @@ def test_responses_that_were_announced_are_sent_together() -> None:
     end(streams)
 
 
+def test_a_model_whose_caller_does_not_read_waits_only_beside_large_responses() -> None:
+    unread = threading.Event()
+    streams, (stream,), packets = sending(1, lambda _: unread.set())
+    stream.room = 0
+    half = Tensor("y", "FP32", (BUFFER_BYTES // 10,), bytes(BUFFER_BYTES // 10 * 4))
+
+    def model() -> None:
+        for _ in range(3):
+            streams.send(stream, Response([half]), False)  # type: ignore[list-item]
+
+    thread = threading.Thread(target=model)
+    thread.start()
+    streams.turn.release()
+    assert unread.wait(PATIENCE_S)
+    with streams.turn:
+        kept = len(stream.kept)
+    end(streams)
+    thread.join()
+    assert (kept, [[row.error is not None for row in packet] for packet in packets]) == (2, [[True]])
+
+
 def end(streams: OpenResponses) -> None:
     streams.turn.acquire()
     streams.stop(linked=True)
     streams.close()
 
 
-def sending(count: int) -> tuple[OpenResponses, list[ResponseSender], list[list[Row]]]:
+def sending(
+    count: int, report: Callable[[object], object] = lambda _: None
+) -> tuple[OpenResponses, list[ResponseSender], list[list[Row]]]:
     """With this number of requests: their streams, and the packets that have been sent."""
     streams = OpenResponses(decoupled=True)
     queued: list[Row] = []
@@ -122,7 +146,7 @@ def sending(count: int) -> tuple[OpenResponses, list[ResponseSender], list[list[
     def row(work: Work, response: Any) -> Row:
         return Row(work.request, tuple(response.outputs))
 
-    streams.connect(queued.append, lambda _: None, row, lambda _: None, flush)
+    streams.connect(queued.append, report, row, lambda _: None, flush)
     return streams, [streams.begin(Work(number, 1, (), None, "internal")) for number in range(count)], packets
 
 
