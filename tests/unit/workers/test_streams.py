@@ -131,7 +131,7 @@ def end(streams: OpenResponses) -> None:
 
 
 def sending(
-    count: int, report: Callable[[object], object] = lambda _: None
+    count: int, report: Callable[[object], None] = lambda _: None
 ) -> tuple[OpenResponses, list[ResponseSender], list[list[Row]]]:
     """With this number of requests: their streams, and the packets that have been sent."""
     streams = OpenResponses(decoupled=True)
