@@ -7,6 +7,7 @@ memory from the processor. By itself, the kernel uses huge pages only for memory
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from array import array
 from collections.abc import Iterator
@@ -31,9 +32,12 @@ def use_huge_pages(limit: int) -> int:
         if "[never]" in (SETTINGS / "enabled").read_text():
             return 0
         for address in _kept(size):
-            if moved + size > limit or _library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), COLLAPSE):
+            if moved + size > limit:
                 break
-            moved += size
+            if not _library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), COLLAPSE):
+                moved += size
+            elif ctypes.get_errno() != errno.EINVAL:  # EINVAL: this memory was excluded; otherwise there is no room
+                break
     except OSError:  # no huge pages, or /proc is not readable
         return 0
     return moved

@@ -29,6 +29,8 @@ before = use_huge_pages(1 << 40)
 sparse = mapped(2)
 print(use_huge_pages(1 << 40) - before)
 kept = mapped(1)
+excluded = mapped(1)
+excluded.madvise(mmap.MADV_NOHUGEPAGE)
 reader, writer = os.pipe()
 child = os.fork()
 if not child:
@@ -43,7 +45,7 @@ print(use_huge_pages(1 << 40) - before >= 8 * MIB, all(kept[at] for at in range(
 """
 
 
-def test_only_memory_that_is_in_use_and_not_shared_moves() -> None:
+def test_only_memory_that_is_in_use_and_neither_shared_nor_excluded_moves() -> None:
     if not supported():
         pytest.skip("no transparent huge pages, or Linux before 6.1")
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
