@@ -23,9 +23,10 @@ from time import perf_counter
 
 from bench.endpoints import perf_analyzer
 from bench.endpoints.clients import CONCURRENT_CLIENTS, SEQUENTIAL_CLIENTS
+from bench.endpoints.floor import relay
 from bench.endpoints.open_load import OPEN_LOAD, compared_tails
 from bench.endpoints.perf_analyzer import AnalyzerRun
-from bench.endpoints.servers import ROW, Serving, ours, relay, repository, triton
+from bench.endpoints.servers import ROW, Serving, ours, repository, triton
 from bench.lib import models, processes, table
 from bench.lib.child import Child
 from bench.lib.clock import alternate

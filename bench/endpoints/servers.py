@@ -1,5 +1,4 @@
-"""The servers that `bench.endpoints` compares, on one repository: shmserve with a gateway, Triton, and the relay of
-`bench.peers`, the floor.
+"""The two servers that `bench.endpoints` compares, on one repository: shmserve with a gateway, and Triton.
 
 Both run with their defaults, on free ports. The processor time of each process is read from /proc and assigned to its
 role.
@@ -12,15 +11,11 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import urllib.request
-from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-import grpc
 
 from bench.lib import models
 from bench.lib.processes import descendants
@@ -29,7 +24,6 @@ from shmserve.system import procfs
 from shmserve.testing import Server
 
 ANSWER_S = 60.0
-APPS = Path(__file__).parents[1] / "peers" / "apps"
 _SITE = "import sysconfig; print(sysconfig.get_paths()['purelib']); print(sysconfig.get_config_var('LIBDIR'))"
 
 MLP = """\
@@ -111,45 +105,6 @@ def ours(root: Path, *options: str) -> Iterator[Serving]:
         gateway = next(pid for pid in descendants(server.pid) if "gateway" in procfs.command_line(pid))
         pids = {"broker": server.pid, "gateway": gateway}
         yield Serving("shmserve", pids, server.endpoints["http"], server.endpoints.get("grpc", ""), server.url)
-
-
-# ---------------------------------------------------------------------------------------- the relay
-
-
-@contextmanager
-def relay(model: str, elements: int, onnx: Path, server: Serving, work: Path) -> Iterator[Serving]:
-    """The relay for one model. Calls that are not inference get the answers of `server`."""
-    place = work / f"relay-{model}"
-    place.mkdir()
-    answers = place / "answers.json"
-    answers.write_text(json.dumps({name: b64encode(data).decode() for name, data in _answers(model, server)}))
-    http, rpc = free_port(), free_port()
-    environment = {
-        "PEER_WORKLOAD": model,
-        "PEER_BATCH": str(1 if model == "first" else BATCH),
-        "PEER_ELEMENTS": str(elements),
-        "PEER_ONNX": str(onnx),
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    command = [sys.executable, str(APPS / "relay_app.py"), str(http), str(rpc), str(answers)]
-    with running("relay", command, environment, place) as process:
-        process.await_success(urllib.request.Request(f"http://127.0.0.1:{http}/v2"))
-        yield Serving("relay", {"front": process.pid}, f"127.0.0.1:{http}", f"127.0.0.1:{rpc}")
-
-
-def _answers(model: str, server: Serving) -> Iterator[tuple[str, bytes]]:
-    """What perf_analyzer asks before it measures. It asks for statistics only if the server says that it has some."""
-    without_statistics = {"name": "relay", "version": "1", "extensions": ["binary_tensor_data"]}
-    yield "/v2", json.dumps(without_statistics).encode()
-    for path in (f"/v2/models/{model}", f"/v2/models/{model}/config"):
-        with urllib.request.urlopen(f"http://{server.http}{path}", timeout=ANSWER_S) as answer:
-            yield path, answer.read()
-    yield "/inference.GRPCInferenceService/ServerMetadata", b"\n\x05relay\x12\x011"
-    with grpc.insecure_channel(server.grpc) as channel:
-        for name in ("ModelMetadata", "ModelConfig"):
-            method = f"/inference.GRPCInferenceService/{name}"
-            request = bytes([10, len(model)]) + model.encode()  # the field `name`
-            yield method, channel.unary_unary(method)(request, timeout=ANSWER_S)
 
 
 # ---------------------------------------------------------------------------------------- Triton

@@ -6,30 +6,30 @@ from functools import partial
 
 from hpack import Decoder
 
-DATA, HEADERS, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 4, 6, 8
-END_STREAM = ACK = 1
-END_HEADERS = 4
-PREFACE = 24
-FRAME = struct.Struct(">HBBBI")
-LARGEST = (1 << 31) - 1
-SETTING = struct.pack(">HIHI", 4, LARGEST, 5, (1 << 24) - 1)
-"""The window of a stream, and the size of a frame."""
-ROOM = LARGEST - 65_535
+from shmserve.gateway.http2.heads import ANSWER, TRAILERS_OK
+from shmserve.http2.frames import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    FRAME,
+    HEADERS,
+    INITIAL_WINDOW_SIZE,
+    LARGEST_FRAME,
+    LARGEST_WINDOW,
+    MAX_FRAME_SIZE,
+    PING,
+    PREFACE,
+    SETTINGS,
+    frame,
+    settings,
+    window_update,
+)
+
+ROOM = LARGEST_WINDOW - 65_535
 BUFFER, LEAST = 32 << 20, 4 << 20
 """Bytes that a connection reads, and for how many there is always room."""
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
-
-
-def frame(kind, flags, stream, payload):
-    return FRAME.pack(len(payload) >> 8, len(payload) & 0xFF, kind, flags, stream) + payload
-
-
-def literal(name, value):
-    return bytes([0, len(name)]) + name + bytes([len(value)]) + value
-
-
-HEAD = b"\x88" + literal(b"content-type", b"application/grpc")
-TRAILERS = literal(b"grpc-status", b"0")
 
 
 def field(number, data):
@@ -42,7 +42,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
     def __init__(self, front, output, dims):
         self.front = front
         self.buffer = memoryview(bytearray(BUFFER))
-        self.begin, self.end = PREFACE, 0
+        self.begin, self.end = len(PREFACE), 0
         """What was read and not handled; begins after the preface."""
         self.decoder, self.paths = Decoder(), {}
         self.calls = {}
@@ -52,7 +52,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport):
         self.transport = transport
-        transport.write(frame(SETTINGS, 0, 0, SETTING) + frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", ROOM)))
+        limits = {INITIAL_WINDOW_SIZE: LARGEST_WINDOW, MAX_FRAME_SIZE: LARGEST_FRAME}
+        transport.write(settings(limits) + window_update(0, ROOM))
 
     def get_buffer(self, hint):
         if len(self.buffer) - self.end < LEAST:
@@ -81,7 +82,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         elif kind == DATA:
             self.read += len(payload)
             if self.read > ROOM // 2:
-                self.transport.write(frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", self.read)))
+                self.transport.write(window_update(0, self.read))
                 self.read = 0
             path, parts = self.calls[stream]
             if flags & END_STREAM:
@@ -114,5 +115,5 @@ class GrpcConnection(asyncio.BufferedProtocol):
 
     def send(self, stream, message):
         body = b"\0" + struct.pack(">I", len(message)) + message
-        end = frame(HEADERS, END_HEADERS | END_STREAM, stream, TRAILERS)
-        self.transport.write(frame(HEADERS, END_HEADERS, stream, HEAD) + frame(DATA, 0, stream, body) + end)
+        end = frame(HEADERS, END_HEADERS | END_STREAM, stream, TRAILERS_OK)
+        self.transport.write(frame(HEADERS, END_HEADERS, stream, ANSWER) + frame(DATA, 0, stream, body) + end)
