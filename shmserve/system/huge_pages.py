@@ -45,13 +45,25 @@ def use_huge_pages(limit: int) -> int:
 
 def _kept(size: int) -> Iterator[int]:
     """The addresses of ranges of this size of which the process keeps all pages, and shares none."""
-    with open("/proc/self/maps") as maps, open("/proc/self/pagemap", "rb", buffering=0) as pages:
-        for line in maps.readlines():
-            span, access, _, _, inode, *_ = line.split(None, 5)
-            if inode != "0" or access != "rw-p":
-                continue
-            begin, end = (int(text, 16) for text in span.split("-"))
+    with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+        for begin, end in _used():
             for address in range(-(-begin // size) * size, end - size + 1, size):
                 entries = array("Q", os.pread(pages.fileno(), size // _PAGE * 8, address // _PAGE * 8))
                 if all(entry & _KEPT == _KEPT for entry in entries):
                     yield address
+
+
+def _used() -> list[tuple[int, int]]:
+    """The private memory of which at least half is in use: some libraries reserve terabytes that they hardly use."""
+    used = []
+    begin, end, private = 0, 0, False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            name, *values = line.split()
+            if not name.endswith(":"):
+                access, _, _, inode, *_ = values
+                private = inode == "0" and access == "rw-p"
+                begin, end = (int(text, 16) for text in name.split("-"))
+            elif name == "Rss:" and private and int(values[0]) << 10 >= (end - begin) // 2:
+                used.append((begin, end))
+    return used
