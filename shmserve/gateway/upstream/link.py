@@ -4,9 +4,9 @@ Their bytes pass unchanged from the network to the model and back."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -68,7 +68,7 @@ def _regions_of(ticket: Ticket, memory: SessionMemory) -> list[ForeignRegion]:
 
 
 def _as_they_are(inputs: Any, memory: SessionMemory) -> Any:
-    """Inputs are the result of `Inputs.encoded`."""
+    """Inputs are the result of `stored`."""
     return inputs
 
 
@@ -102,42 +102,42 @@ def _buffers(tensor: Tensor, memory: SessionMemory) -> list[Buffer]:
     return buffers
 
 
-class Inputs:
-    """The inputs of one request, stored for the broker: small ones in the message, large ones in this process's
-    arena."""
+class Described(Protocol):
+    @property
+    def name(self) -> str: ...
 
-    __slots__ = ("_kept", "_memory", "_size", "_tensors")
+    @property
+    def dtype(self) -> str: ...
 
-    def __init__(self, memory: SessionMemory) -> None:
-        self._memory = memory
-        self._tensors: list[Tensor] = []
-        self._kept: KeptInputs | None = None
-        self._size = 0
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
-    def add(self, name: str, dtype: str, shape: tuple[int, ...], piece: Piece | RegionPart) -> None:
+
+def stored(memory: SessionMemory, inputs: Iterable[Described], pieces: Iterable[Piece | RegionPart]) -> Any:
+    """The inputs of one request, stored for the broker: small ones in the message, large ones in this process's arena.
+    Returns the argument of `Session.infer`."""
+    tensors: list[Tensor] = []
+    kept: KeptInputs | None = None
+    total = 0
+    for tensor, piece in zip(inputs, pieces, strict=True):
         if isinstance(piece, RegionPart):
-            self._tensors.append(Tensor(name, dtype, shape, (piece.handle,)))
-            return
-        size = len(piece)
-        if size <= INLINE_BYTES and self._size + size <= MESSAGE_BYTES:
-            self._size += size
-            self._tensors.append(Tensor(name, dtype, shape, bytes(piece)))
-            return
-        if not isinstance(piece, np.ndarray):
-            place = allocate(self._memory, size)
-            place.data[:] = piece
-            piece = place
-        located = self._memory.locate(piece)
-        if located is None:
-            raise Internal("the location of an input is not in this process's arena")
-        if self._kept is None:
-            self._kept = KeptInputs()
-        self._kept.arrays.append(piece)
-        self._tensors.append(Tensor(name, dtype, shape, (located[0],)))
-
-    def encoded(self) -> Any:
-        """The argument of `session.infer`."""
-        return tuple(self._tensors), self._kept, self._size
+            data: Any = (piece.handle,)
+        elif len(piece) <= INLINE_BYTES and total + len(piece) <= MESSAGE_BYTES:
+            total += len(piece)
+            data = bytes(piece)
+        else:
+            if not isinstance(piece, np.ndarray):
+                place = allocate(memory, len(piece))
+                place.data[:] = piece
+                piece = place
+            located = memory.locate(piece)
+            if located is None:
+                raise Internal("the location of an input is not in this process's arena")
+            kept = kept or KeptInputs()
+            kept.arrays.append(piece)
+            data = (located[0],)
+        tensors.append(Tensor(tensor.name, tensor.dtype, tensor.shape, data))
+    return tuple(tensors), kept, total
 
 
 def allocate(memory: SessionMemory, size: int) -> Array:

@@ -21,7 +21,7 @@ from shmserve.gateway.limits.caller_shares import Creditor, Payer, release
 from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.gateway.upstream.device_regions import DeviceRegion
 from shmserve.gateway.upstream.documents import BrokerQuery
-from shmserve.gateway.upstream.link import GatewayLink, Inputs, Piece, allocate, placed_in_slices
+from shmserve.gateway.upstream.link import GatewayLink, Piece, allocate, placed_in_slices, stored
 from shmserve.gateway.upstream.regions import Region, Regions
 from shmserve.protocol.messages import INLINE_BYTES, Reply
 from shmserve.session import WINDOW, StreamTicket, Ticket
@@ -314,11 +314,9 @@ class RequestSender:
         options = plan.options
         payer.charge(ticket, sum([len(piece) for piece in pieces if not isinstance(piece, RegionPart)]))
         try:
-            if plan.in_regions:
-                ticket.payer = self.regions.use(payer, plan.in_regions)
-            inputs = Inputs(link.session.memory)
-            for spec, piece in zip(plan.inputs, pieces, strict=True):
-                inputs.add(spec.name, spec.dtype, spec.shape, piece)
+            if names := plan.in_regions:
+                ticket.payer = self.regions.use(payer, names)
+            inputs = stored(link.session.memory, plan.inputs, pieces)
             outputs = self._outputs(request, window) if plan.places else plan.outputs
             if isinstance(ticket, PendingInference):
                 check: ReplyCheck | None = None
@@ -329,7 +327,7 @@ class RequestSender:
             link.session.infer(
                 ticket,
                 request.model,
-                inputs.encoded(),
+                inputs,
                 NO_TIME,
                 outputs,
                 request.version or None,

@@ -26,7 +26,7 @@ from shmserve.gateway.kserve.status import text_of
 from shmserve.gateway.limits.caller_shares import release
 from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.gateway.upstream.documents import BrokerQuery
-from shmserve.gateway.upstream.link import GatewayLink, Inputs
+from shmserve.gateway.upstream.link import GatewayLink, stored
 from shmserve.gateway.upstream.requests import NO_TIME, ChargedTicket, PendingStream, ask, withdraw
 from shmserve.protocol import codec, roles
 from shmserve.protocol.bodies import answers_of, pieces_of
@@ -287,9 +287,7 @@ class Peer:
         self, ticket: PeerRequest | PeerStream, infer: Infer, pieces: Sequence[Buffer], window: int
     ) -> None:
         options, link = infer.options or _NO_OPTIONS, self._link
-        inputs = Inputs(link.session.memory)
-        for tensor, piece in zip(infer.inputs, pieces, strict=True):
-            inputs.add(tensor.name, tensor.dtype, tensor.shape, piece)
+        inputs = stored(link.session.memory, infer.inputs, pieces)
         outputs = outputs_of(infer)
         timeout = infer.timeout_us / 1e6 or None
         now = NO_TIME if timeout is None else monotonic()
@@ -299,7 +297,7 @@ class Peer:
         link.session.infer(
             ticket,
             infer.model,
-            inputs.encoded(),
+            inputs,
             now,
             outputs,
             infer.version or None,
