@@ -118,7 +118,9 @@ class PeerComparison:
         try:
             for _ in range(WARM):
                 running.await_answer(post)
-            return wrk.run(self._tool, post, flight, self._seconds, self._work)
+            turn = wrk.run(self._tool, post, flight, self._seconds, self._work)
+            running.await_answer(post)  # after the requests that wrk gave up: Triton crashes if stopped while it runs them
+            return turn
         except (RuntimeError, subprocess.SubprocessError) as error:
             say(f"{self.workload.name}, {flight} in flight: {name} failed: {error}")
             return None
