@@ -119,7 +119,8 @@ class PeerComparison:
             for _ in range(WARM):
                 running.await_answer(post)
             turn = wrk.run(self._tool, post, flight, self._seconds, self._work)
-            running.await_answer(post)  # after the requests that wrk gave up: Triton crashes if stopped while it runs them
+            # This answer follows those to the requests that wrk gave up: Triton crashes if it is stopped with some.
+            running.await_answer(post)
             return turn
         except (RuntimeError, subprocess.SubprocessError) as error:
             say(f"{self.workload.name}, {flight} in flight: {name} failed: {error}")
