@@ -66,7 +66,7 @@ class Running:
                 try:
                     with urllib.request.urlopen(request, timeout=START_S) as answer:
                         return bytes(answer.read()[int(answer.headers.get(HEAD_SIZE, 0)) :])
-                except (urllib.error.URLError, ConnectionError) as error:
+                except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
                     output = str(error)
                 if monotonic() > end or select.select([ended], [], [], LOOK_S)[0]:
                     break

@@ -119,7 +119,8 @@ class HttpConnection(asyncio.Protocol):
             self.transport.write(OTHER % len(answer) + answer)
 
     def reply(self, output):
-        self.transport.write(ANSWER + output)
+        if not self.transport.is_closing():
+            self.transport.write(ANSWER + output)
 
 
 def front(relay, slots, arguments):

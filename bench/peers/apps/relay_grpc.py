@@ -111,7 +111,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
             self.send(stream, self.front.other(path))
 
     def reply(self, stream, output):
-        self.send(stream, self.answer + field(6, output))
+        if not self.transport.is_closing():
+            self.send(stream, self.answer + field(6, output))
 
     def send(self, stream, message):
         body = b"\0" + struct.pack(">I", len(message)) + message
