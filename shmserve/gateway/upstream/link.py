@@ -6,12 +6,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from shmserve.errors import Internal, InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.gateway.kserve.answers import Buffer, Held
+from shmserve.gateway.kserve.plans import InputPlan
 from shmserve.gateway.limits.backlog import InputBacklog
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.limits.caller_shares import CallerShares, ShareBounds
@@ -102,18 +103,7 @@ def _buffers(tensor: Tensor, memory: SessionMemory) -> list[Buffer]:
     return buffers
 
 
-class Described(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-def stored(memory: SessionMemory, inputs: Iterable[Described], pieces: Iterable[Piece | RegionPart]) -> Any:
+def stored(memory: SessionMemory, inputs: Iterable[InputPlan | Tensor], pieces: Iterable[Piece | RegionPart]) -> Any:
     """The inputs of one request, stored for the broker: small ones in the message, large ones in this process's arena.
     Returns the argument of `Session.infer`."""
     tensors: list[Tensor] = []
