@@ -13,12 +13,13 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
+from shmserve.system.procfs import PAGE, written_bytes
+
 SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 COLLAPSE = 25
 """MADV_COLLAPSE, since Linux 6.1."""
 LEAST_BYTES = 8 << 20
 """A process that keeps less gains less than reading the list of its memory costs: 170 KiB that it keeps."""
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _KEPT = 1 << 63 | 1 << 56
 """Flags of /proc/self/pagemap: the page is in memory, and belongs to this process alone."""
 _library = ctypes.CDLL(None, use_errno=True)
@@ -31,7 +32,7 @@ def use_huge_pages(limit: int) -> int:
     moved = 0
     try:
         size = int((SETTINGS / "hpage_pmd_size").read_text())
-        if "[never]" in (SETTINGS / "enabled").read_text() or _own_bytes() < LEAST_BYTES:
+        if "[never]" in (SETTINGS / "enabled").read_text() or written_bytes(os.getpid()) < LEAST_BYTES:
             return 0
         for address in _kept(size):
             if moved + size > limit:
@@ -45,17 +46,12 @@ def use_huge_pages(limit: int) -> int:
     return moved
 
 
-def _own_bytes() -> int:
-    with open("/proc/self/smaps_rollup") as lines:
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_Dirty:"))
-
-
 def _kept(size: int) -> Iterator[int]:
     """The addresses of ranges of this size of which the process keeps all pages, and shares none."""
     with open("/proc/self/pagemap", "rb", buffering=0) as pages:
         for begin, end in _used():
             for address in range(-(-begin // size) * size, end - size + 1, size):
-                entries = array("Q", os.pread(pages.fileno(), size // _PAGE * 8, address // _PAGE * 8))
+                entries = array("Q", os.pread(pages.fileno(), size // PAGE * 8, address // PAGE * 8))
                 if all(entry & _KEPT == _KEPT for entry in entries):
                     yield address
 

@@ -84,6 +84,11 @@ def own_bytes(pid: int) -> int:
     return max(0, int(fields[1]) - int(fields[2])) * PAGE if fields else 0
 
 
+def written_bytes(pid: int) -> int:
+    """The memory that the process has written and shares with no other. On a kernel that does not report it, 0."""
+    return (_kilobytes(_read(pid, "smaps_rollup"), b"Private_Dirty:") or 0) * 1024
+
+
 def proportional_bytes(pid: int) -> int:
     """The proportional memory (PSS) of a process: shared pages are divided by the number of processes that map them.
     Takes time for large processes. On a kernel that does not report it, the resident memory."""
