@@ -11,7 +11,7 @@ import signal
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
@@ -47,12 +47,11 @@ class Running:
         """Stops processes until none is left that could start another one."""
         stopped: set[int] = set()
         while result := self.members() - stopped:
-            self._signal(sorted(result), signal.SIGSTOP)
+            self._signal(result, signal.SIGSTOP)
             stopped |= result
 
     def resume(self) -> None:
-        """Children run before their parents: Triton gives up a stub that is stopped while it holds a lock."""
-        self._signal(sorted(self.members(), reverse=True), signal.SIGCONT)
+        self._signal(self.members(), signal.SIGCONT)
 
     def await_answer(self, post: Post) -> bytes:
         """The first answer, without the JSON before the tensors of KServe's protocol."""
@@ -93,7 +92,7 @@ class Running:
         select.select([ended], [], [], END_S)
         os.close(ended)
 
-    def _signal(self, pids: Iterable[int], number: signal.Signals) -> None:
+    def _signal(self, pids: set[int], number: signal.Signals) -> None:
         for pid in pids:
             try:
                 os.kill(pid, number)
