@@ -214,17 +214,19 @@ def test_generate_limits_the_number_of_values() -> None:
 
 
 LONG_STRINGS = ["a" * 300, "\u00e9\n" * 200, '"\\' * 150, "]}:,{[" * 60]
+SLICES = "\U0001f600" * 40_000
+"""Longer than a slice."""
 KEYS = st.text(max_size=4) | st.sampled_from(LONG_STRINGS)
-"""These stay in the rest of the document, which has a limit."""
+"""They stay in the rest of the document, whose limit has room for few keys like SLICES: only one is generated."""
 NESTED = st.recursive(
-    st.one_of(st.integers(-9, 9), st.text(max_size=8), st.sampled_from([*LONG_STRINGS, "\U0001f600" * 40_000])),
+    st.one_of(st.integers(-9, 9), st.text(max_size=8), st.sampled_from([*LONG_STRINGS, SLICES])),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4),
     max_leaves=12,
 )
 
 
 @settings(max_examples=examples(60))
-@given(st.dictionaries(KEYS, NESTED, max_size=4), st.sampled_from([None, 1]), st.booleans())
+@given(st.dictionaries(KEYS | st.just(SLICES), NESTED, max_size=4), st.sampled_from([None, 1]), st.booleans())
 def test_long_strings_are_cut_out_and_put_back(document: dict[str, Any], indent: int | None, ascii_only: bool) -> None:
     text = json.dumps(document, indent=indent, ensure_ascii=ascii_only, separators=(" , ", " : ")).encode()
     strings = finished(json_strings.cut(text, VALUES))
